@@ -1,0 +1,92 @@
+"""What a backend is: memory, a way to load generated kernels, and launches. Nothing model-specific."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kdgen.plan.ir import DType
+
+
+@dataclass(frozen=True)
+class Source:
+    """The CUDA C++ text of one kernel.
+
+    The text has exactly one ``extern "C" __global__`` function, called ``name``, inside ``namespace <name>``;
+    it includes only ``primitives.cuh``. ``block`` is its launch bound, ``smem`` its dynamic shared memory in bytes.
+    """
+
+    name: str
+    text: str
+    block: int
+    smem: int
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Contiguous device memory with a shape and dtype. ``handle`` belongs to the backend that made it; ``address`` is the device pointer."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    address: int
+    nbytes: int
+    handle: object
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A device address as a kernel argument: ``array`` starting at ``offset`` bytes."""
+
+    array: DeviceArray
+    offset: int = 0
+
+
+Argument = Pointer | int  #: an ``int`` is passed as int32
+
+
+class Backend(ABC):
+    """One device. Launches are ordered with respect to each other and to copies; ``to_host`` waits for them."""
+
+    name: str
+    description: str  #: the device in words, for reports
+
+    @abstractmethod
+    def load(self, sources: Sequence[Source]) -> None:
+        """Make kernels launchable by name (compiled through the cache). Loading again under one name replaces it.
+
+        Raises CompileError (kernel, template text, compiler log) or BackendError (no compiler, no driver).
+        """
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        """Uninitialised memory, 256-byte aligned (the CPU backend fills it with 0xff, which is NaN)."""
+
+    @abstractmethod
+    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
+        """A copy, in NumPy dtypes (bf16 as ml_dtypes.bfloat16)."""
+
+    @abstractmethod
+    def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
+        """Copy ``values`` (C-contiguous, the array's dtype) into ``array`` from element ``offset`` of its flat view."""
+
+    @abstractmethod
+    def free(self, array: DeviceArray) -> None:
+        """Give memory back. The array must not be used again."""
+
+    @abstractmethod
+    def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
+        """Start a loaded kernel. Raises BackendError naming the kernel when the launch is refused or (CPU) the kernel misbehaves."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything launched has ended."""
+
+    def to_device(self, values: npt.NDArray[np.generic], dtype: DType) -> DeviceArray:
+        """``values`` (already of the NumPy dtype that matches ``dtype``) as a new device array."""
+        array = self.empty(values.shape, dtype)
+        self.write(array, np.ascontiguousarray(values))
+        return array
