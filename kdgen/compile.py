@@ -213,13 +213,15 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
     )
     log = io.StringIO()
     started = time.perf_counter()
+    program = Program(source.text, "c++", options)
     try:
-        program = Program(source.text, "c++", options)
         # Keep the bytes and let go of the ObjectCode at once: without a driver even its repr can deadlock.
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's NVRTCError, which no public module names
         reason = str(error).split("compilation log:", 1)[-1].strip(" \0\n")
         raise CompileError(f"{_where(source, target)} does not compile:\n{reason}") from error
+    finally:
+        del program  # the error's traceback holds this frame, and cuda.core prints a traceback when the cycle collector frees a Program
     facts = {"log": _tidy(log.getvalue()), "seconds": round(time.perf_counter() - started, 4)}
     return json.dumps(facts).encode() + b"\n" + code
 
