@@ -6,18 +6,23 @@ model's ``config.json``; both refuse a file with everything that is wrong with i
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kdgen.errors import Finding, SpecError
+from kdgen.resources import specs_dir
 
 #: Kernels index a dimension with a 32-bit integer.
 MAX_DIM = 2**31 - 1
@@ -61,6 +66,12 @@ class RopeScaling(_Frozen):
     mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     attention_factor: Positive | None = None
 
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError("beta_fast must exceed beta_slow")
+        return self
+
     @property
     def cos_sin_factor(self) -> float:
         """What cos and sin are multiplied by: 1 for every published DeepSeek and Kimi config, whose two mscales are equal."""
@@ -91,17 +102,33 @@ def _ids(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+#: Names that Windows reserves whatever their extension.
+_RESERVED = frozenset({"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))})
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", value):
+        raise ValueError("must match [a-z0-9][a-z0-9_.-]*, for it names folders and generated files")
+    if len(value) > 64 or value.endswith(".") or value.split(".")[0] in _RESERVED:
+        raise ValueError("is no portable folder name (at most 64 characters, no final dot, no device name)")
+    return value
+
+
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one shape in a checkpoint: ``key`` with ``{e}`` for each of ``count`` experts (count 1: no ``{e}``).
+    """Checkpoint tensors of one shape. ``key`` holds ``{e}`` where there is one for each of ``count`` experts.
 
-    ``kind`` says what may be stored: ``weight`` bf16 or float32, ``int4`` the packed int32 words, ``scale`` bf16, ``shape`` int64.
+    ``kind`` says what may be stored: ``matrix`` (``Spec.dtype``; or bf16 where that is float32, which loses nothing), ``small``
+    (norms, biases and the router: bf16 or float32), and of a quantized expert ``packed`` (int32), ``scale`` (bf16), ``shape`` (int64).
     """
 
     key: str
     shape: tuple[int, ...]
-    kind: Literal["weight", "int4", "scale", "shape"] = "weight"
+    kind: Literal["matrix", "small", "packed", "scale", "shape"] = "matrix"
     count: int = 1
+
+    def keys(self) -> Iterator[str]:
+        return (self.key.replace("{e}", str(e)) for e in range(self.count))
 
 
 class Spec(_Frozen):
@@ -110,7 +137,7 @@ class Spec(_Frozen):
     ``Spec(...)`` itself raises pydantic's ValidationError. Types are strict: ``true`` is no int, ``"8"`` is no number.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_name)]
     model_type: Literal["deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite"] = "deepseek_v3"
     vocab_size: Size
     hidden_size: Size
@@ -146,10 +173,33 @@ class Spec(_Frozen):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Quantization | None = None
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Spec:
+        pairs = [*_contradictions(self.__dict__, self.model_fields_set)] or [*_overflows(self)]
+        if pairs:
+            text = "; ".join(f"{key}: {reason}" for key, reason in pairs)
+            raise PydanticCustomError("contradictions", "{text}", {"text": text, "pairs": pairs})
+        return self
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], file: str = "spec") -> Spec:
-        """Validate plain data (as YAML or JSON give it). Raises SpecError with every finding; ``file`` names the source in them."""
-        raise NotImplementedError
+        """Validate plain data, as YAML or JSON give it. Raises SpecError with every finding; ``file`` names the source in them."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        found = [_finding(detail, file) for detail in details if detail["loc"]]
+        if found:  # pydantic checks fields together only when each is fine by itself; do it here for those that are
+            bad = {str(detail["loc"][0]) for detail in details}
+            pairs = [*_contradictions(_fine(cls, values, bad), set(values))]
+        else:
+            pairs = details[0]["ctx"]["pairs"]
+        found += [Finding(file, key, show(values[key]) if key in values else "", reason) for key, reason in pairs]
+        raise SpecError(found)
+
+    def to_yaml(self) -> str:
+        """The spec as YAML that ``load_spec`` reads back to an equal value; every field is written out."""
+        return dump_yaml(self.model_dump(mode="json"))
 
     # ---- derived ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +215,7 @@ class Spec(_Frozen):
     @property
     def softmax_scale(self) -> float:
         """qk_head_dim^-0.5, times m² with YaRN (``mscale_all_dim``)."""
-        scale = self.qk_head_dim**-0.5
+        scale = 1.0 / math.sqrt(self.qk_head_dim)
         if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
             scale *= yarn_mscale(self.rope_scaling.factor, self.rope_scaling.mscale_all_dim) ** 2
         return scale
@@ -194,3 +244,306 @@ class Spec(_Frozen):
         """Hash of everything but the name: two specs with the same hash are the same model."""
         text = json.dumps(self.model_dump(mode="json", exclude={"name"}), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    # ---- checkpoint tensors -------------------------------------------------------------------------------------------
+
+    def top_tensors(self) -> Iterator[TensorGroup]:
+        """Tensors outside the layers, in the published layout."""
+        yield TensorGroup("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        yield TensorGroup("model.norm.weight", (self.hidden_size,), "small")
+        if not self.tie_word_embeddings:
+            yield TensorGroup("lm_head.weight", (self.vocab_size, self.hidden_size))
+
+    def layer_tensors(self, layer: int) -> Iterator[TensorGroup]:
+        """Tensors of one decoder layer, in the published layout: [outputs, inputs] for matrices."""
+        prefix = f"model.layers.{layer}."
+        yield TensorGroup(f"{prefix}input_layernorm.weight", (self.hidden_size,), "small")
+        yield TensorGroup(f"{prefix}post_attention_layernorm.weight", (self.hidden_size,), "small")
+        attn, biased = f"{prefix}self_attn.", []
+        if self.q_lora_rank is None:
+            yield TensorGroup(f"{attn}q_proj.weight", (self.num_attention_heads * self.qk_head_dim, self.hidden_size))
+        else:
+            yield TensorGroup(f"{attn}q_a_proj.weight", (self.q_lora_rank, self.hidden_size))
+            yield TensorGroup(f"{attn}q_a_layernorm.weight", (self.q_lora_rank,), "small")
+            yield TensorGroup(f"{attn}q_b_proj.weight", (self.num_attention_heads * self.qk_head_dim, self.q_lora_rank))
+            biased.append(("q_a_proj", self.q_lora_rank))
+        yield TensorGroup(f"{attn}kv_a_proj_with_mqa.weight", (self.cache_row_dim, self.hidden_size))
+        yield TensorGroup(f"{attn}kv_a_layernorm.weight", (self.kv_lora_rank,), "small")
+        kv_rows = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        yield TensorGroup(f"{attn}kv_b_proj.weight", (kv_rows, self.kv_lora_rank))
+        yield TensorGroup(f"{attn}o_proj.weight", (self.hidden_size, self.num_attention_heads * self.v_head_dim))
+        biased += [("kv_a_proj_with_mqa", self.cache_row_dim), ("o_proj", self.hidden_size)]
+        if self.attention_bias:
+            yield from (TensorGroup(f"{attn}{name}.bias", (rows,), "small") for name, rows in biased)
+        mlp = f"{prefix}mlp."
+        if layer < self.first_k_dense_replace:
+            yield from self._swiglu(mlp, self.intermediate_size)
+            return
+        experts = self.n_routed_experts or 0
+        yield TensorGroup(f"{mlp}gate.weight", (experts, self.hidden_size), "small")
+        if self.has_router_bias:
+            yield TensorGroup(f"{mlp}gate.e_score_correction_bias", (experts,), "small")
+        yield from self._swiglu(f"{mlp}experts.{{e}}.", self.moe_intermediate_size, experts, self.quantization)
+        if self.shared_intermediate_size:
+            yield from self._swiglu(f"{mlp}shared_experts.", self.shared_intermediate_size)
+
+    def _swiglu(self, prefix: str, width: int, count: int = 1, quantization: Quantization | None = None) -> Iterator[TensorGroup]:
+        h = self.hidden_size
+        for name, rows, cols in (("gate_proj", width, h), ("up_proj", width, h), ("down_proj", h, width)):
+            key = f"{prefix}{name}.weight"
+            if quantization is None:
+                yield TensorGroup(key, (rows, cols), count=count)
+            else:
+                yield TensorGroup(f"{key}_packed", (rows, cols // 8), "packed", count)
+                yield TensorGroup(f"{key}_scale", (rows, cols // quantization.group_size), "scale", count)
+                yield TensorGroup(f"{key}_shape", (2,), "shape", count)
+
+    def tensors(self) -> Iterator[TensorGroup]:
+        """Every tensor of a published checkpoint of this model (without the ``language_model.`` prefix)."""
+        yield from self.top_tensors()
+        for layer in range(self.num_hidden_layers):
+            yield from self.layer_tensors(layer)
+
+
+# ---- what fields must fulfil together -----------------------------------------------------------------------------------
+
+
+def _contradictions(v: Mapping[str, Any], given: Set[str]) -> Iterator[tuple[str, str]]:
+    """(key, reason) for every rule broken by the fields in ``v``; rules about fields that are not there are left out."""
+
+    def known(*keys: str) -> bool:
+        return all(key in v for key in keys)
+
+    if known("qk_rope_head_dim") and v["qk_rope_head_dim"] % 2:
+        yield "qk_rope_head_dim", "must be even: RoPE rotates pairs"
+    for other in ("qk_rope_head_dim", "v_head_dim"):
+        parts = ("num_attention_heads", "qk_nope_head_dim", other)
+        if known(*parts) and v["num_attention_heads"] * (v["qk_nope_head_dim"] + v[other]) > MAX_DIM:
+            yield "num_attention_heads", f"times (qk_nope_head_dim + {other}) is more than 2^31 - 1 rows"
+    if known("bos_token_id", "vocab_size") and v["bos_token_id"] is not None and v["bos_token_id"] >= v["vocab_size"]:
+        yield "bos_token_id", f"is not below vocab_size {v['vocab_size']}"
+    if known("eos_token_id", "vocab_size") and any(token >= v["vocab_size"] for token in v["eos_token_id"]):
+        yield "eos_token_id", f"is not below vocab_size {v['vocab_size']}"
+    if known("rope_scaling", "rope_theta") and v["rope_scaling"] is not None and v["rope_theta"] <= 1:
+        yield "rope_theta", "must exceed 1 with YaRN, which divides by its logarithm"
+    if not known("first_k_dense_replace", "num_hidden_layers", "n_routed_experts"):
+        return
+    dense, layers, experts = v["first_k_dense_replace"], v["num_hidden_layers"], v["n_routed_experts"]
+    if dense > layers:
+        yield "first_k_dense_replace", f"is more than num_hidden_layers {layers}"
+    elif experts is None and dense < layers:
+        yield "first_k_dense_replace", f"must be num_hidden_layers {layers} when n_routed_experts is null (a dense model)"
+    if dense >= layers:
+        if known("quantization") and v["quantization"] is not None:
+            yield "quantization", "applies to routed experts, of which this model has none"
+    elif experts is not None:
+        yield from _moe_contradictions(v, given, experts)
+
+
+def _moe_contradictions(v: Mapping[str, Any], given: Set[str], experts: int) -> Iterator[tuple[str, str]]:
+    def known(*keys: str) -> bool:
+        return all(key in v for key in keys)
+
+    for key in ("moe_intermediate_size", "num_experts_per_tok", "scoring_func", "norm_topk_prob", "routed_scaling_factor"):
+        if key not in given:
+            yield key, "missing, and a model with routed experts needs it"
+        elif known(key) and v[key] == 0 and v[key] is not False:
+            yield key, "must be positive in a model with routed experts"
+    top_k = v.get("num_experts_per_tok", 0)
+    if top_k > experts:
+        yield "num_experts_per_tok", f"is more than n_routed_experts {experts}"
+    if known("n_shared_experts", "moe_intermediate_size") and v["n_shared_experts"] * v["moe_intermediate_size"] > MAX_DIM:
+        yield "n_shared_experts", "times moe_intermediate_size is more than 2^31 - 1 rows"
+    if known("n_group", "topk_group"):
+        groups, kept = v["n_group"], v["topk_group"]
+        if kept > groups:
+            yield "topk_group", f"is more than n_group {groups}"
+        if experts % groups:
+            yield "n_group", f"does not divide n_routed_experts {experts}"
+        elif kept <= groups and top_k <= experts and top_k > kept * (experts // groups):
+            yield "num_experts_per_tok", f"is more than the {kept * (experts // groups)} experts of topk_group {kept} groups"
+        method = v.get("topk_method")
+        if method == "noaux_tc" and groups > 1 and experts // groups < 2:
+            yield "n_group", "leaves fewer than 2 experts a group, and noaux_tc ranks groups by the sum of their best 2"
+        if method == "greedy" and groups > 1:
+            yield "n_group", "must be 1 with topk_method greedy, which knows no groups"
+    quantization = v.get("quantization")
+    if quantization is not None:
+        for key in ("hidden_size", "moe_intermediate_size"):
+            if known(key) and v[key] % quantization.group_size:
+                yield "quantization", f"group_size {quantization.group_size} does not divide {key} {v[key]}"
+
+
+def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Sizes that 64-bit byte counts cannot hold: any tensor, their sum, or the cache, counted at 4 bytes an element."""
+    total = 0
+    layers = {0: spec.first_k_dense_replace, spec.num_hidden_layers - 1: spec.num_hidden_layers - spec.first_k_dense_replace}
+    if len(layers) == 1 or not spec.has_moe or not spec.first_k_dense_replace:
+        layers = {0: spec.num_hidden_layers}
+    groups = [(group, 1) for group in spec.top_tensors()]
+    groups += [(group, times) for layer, times in layers.items() for group in spec.layer_tensors(layer)]
+    for group, times in groups:
+        size = 4 * math.prod(group.shape) * group.count
+        total += size * times
+        if size > MAX_BYTES:
+            yield "memory", f"{group.key} needs {size} bytes, more than 64-bit arithmetic holds"
+    cache = 4 * spec.num_hidden_layers * spec.max_position_embeddings * spec.cache_row_dim
+    if total > MAX_BYTES:
+        yield "memory", f"the weights need {total} bytes, more than 64-bit arithmetic holds"
+    if cache > MAX_BYTES:
+        yield "max_position_embeddings", f"a full cache needs {cache} bytes, more than 64-bit arithmetic holds"
+
+
+# ---- findings -----------------------------------------------------------------------------------------------------------
+
+
+def show(value: object) -> str:
+    """A value for a message: printable, one line, at most 60 characters."""
+    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _finding(detail: ErrorDetails, file: str) -> Finding:
+    key = ".".join(part if isinstance(part, str) and part.isprintable() else ascii(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return Finding(file, key, "", "missing")
+    if detail["type"] == "extra_forbidden":
+        known = RopeScaling if detail["loc"][0] == "rope_scaling" else Quantization if detail["loc"][0] == "quantization" else Spec
+        close = difflib.get_close_matches(str(detail["loc"][-1]), known.model_fields, 1)
+        return Finding(file, key, show(detail["input"]), "unknown key" + (f"; did you mean {close[0]}?" if close else ""))
+    reason = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return Finding(file, key, show(detail["input"]), reason)
+
+
+def _fine(cls: type[Spec], values: Mapping[str, Any], bad: Set[str]) -> dict[str, Any]:
+    """The fields, defaults included, that are valid by themselves, parsed."""
+    fine = {key: field.get_default() for key, field in cls.model_fields.items() if not field.is_required()}
+    fine |= {key: value for key, value in values.items() if key in cls.model_fields}
+    for key, model in (("rope_scaling", RopeScaling), ("quantization", Quantization)):
+        if key not in bad and isinstance(fine[key], Mapping):
+            fine[key] = model.model_validate(dict(fine[key]))
+    fine |= {"eos_token_id": _ids(fine["eos_token_id"]), "n_shared_experts": _none_is_zero(fine["n_shared_experts"])}
+    return {key: value for key, value in fine.items() if key not in bad}
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+#: A spec is a page of text; a config may list thousands of module names.
+MAX_YAML_BYTES, MAX_JSON_BYTES = 64 * 1024, 4 * 1024 * 1024
+_MAX_DEPTH = 32
+
+
+def _refuse(file: str, reason: str, key: str = "file", value: str = "") -> SpecError:
+    return SpecError([Finding(file, key, value, reason)])
+
+
+def _read_text(path: Path, limit: int) -> str:
+    file = path.name
+    try:
+        if path.is_dir():
+            raise _refuse(str(path), "is a folder, not a file")
+        with path.open("rb") as stream:
+            data = stream.read(limit + 1)
+    except OSError as error:
+        raise _refuse(str(path), f"cannot be read: {error.strerror or error}") from None
+    if len(data) > limit:
+        raise _refuse(file, f"is larger than {limit} bytes, so it is no model description")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _refuse(file, f"is not UTF-8 text (byte {error.start})") from None
+    if not text.strip():
+        raise _refuse(file, "is empty")
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's scalars, so that 1e-5 is a number, and ``no`` and ``1:30`` are not."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute, replaced so as not to add to its table
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute, replaced so as not to add to its table
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789"))
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+        list("-+0123456789."),
+    )
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """YAML text of plain data, keys in their order, that this module's loader reads back exactly."""
+    return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def _parse_yaml(text: str, file: str) -> object:
+    """One YAML document of plain mappings, sequences and scalars. Raises SpecError for tags, anchors, aliases, duplicate keys, depth."""
+    try:
+        depth = documents = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            where = f"line {event.start_mark.line + 1}" if event.start_mark else "file"
+            if getattr(event, "anchor", None) is not None:  # of a node, or what an alias points to
+                raise _refuse(file, "anchors and aliases are not allowed: write the value out", where)
+            if (tag := getattr(event, "tag", None)) is not None:
+                raise _refuse(file, "YAML tags are not allowed", where, show(tag))
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            documents += isinstance(event, yaml.DocumentStartEvent)
+            if depth > _MAX_DEPTH:
+                raise _refuse(file, f"nested deeper than {_MAX_DEPTH} levels", where)
+        if documents != 1:
+            raise _refuse(file, f"holds {documents} YAML documents instead of one")
+        node = yaml.compose(text, Loader=_Loader)
+        duplicates = [*_duplicate_keys(node, file)]
+        if duplicates:
+            raise SpecError(duplicates)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise _refuse(file, f"is not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # a date that is none, an integer of more digits than Python converts
+        raise _refuse(file, f"holds a value that cannot be read: {error}") from None
+
+
+def _duplicate_keys(node: object, file: str, path: str = "") -> Iterator[Finding]:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = f"{path}{key.value}" if isinstance(key, yaml.ScalarNode) else f"{path}?"
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                yield Finding(file, show(name), "", f"a key must be plain text (line {key.start_mark.line + 1})")
+            elif key.value in seen:
+                yield Finding(file, show(name), "", f"given twice (line {key.start_mark.line + 1})")
+            seen.add(str(key.value))
+            yield from _duplicate_keys(value, file, f"{name}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield from _duplicate_keys(value, file, f"{path}{i}.")
+
+
+def parse_spec(text: str, file: str = "spec") -> Spec:
+    """A Spec from YAML text. Raises SpecError with every finding."""
+    values = _parse_yaml(text, file)
+    if not isinstance(values, dict):
+        raise _refuse(file, "must be a mapping of keys to values", value=show(values))
+    return Spec.from_mapping(values, file)
+
+
+def load_spec(source: str | Path) -> Spec:
+    """A Spec from a YAML file, or from the bare name of a shipped one (``tiny``, ``k26``, …).
+
+    Raises SpecError with every finding, each with file, key, value and reason.
+    """
+    path = Path(source)
+    if isinstance(source, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", source) and not path.exists():
+        shipped = specs_dir() / f"{source.removesuffix('.yaml')}.yaml"
+        if not shipped.is_file():
+            names = ", ".join(sorted(p.stem for p in specs_dir().glob("*.yaml")))
+            raise _refuse(source, f"neither a file nor a shipped spec; shipped are {names}")
+        path = shipped
+    return parse_spec(_read_text(path, MAX_YAML_BYTES), path.name)

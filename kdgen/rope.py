@@ -1,0 +1,45 @@
+"""RoPE tables, computed once and shared by the engine and the reference, so that both rotate by the same bits.
+
+They follow transformers' float32 arithmetic (``modeling_rope_utils``): at large positions the rounding of the angle, not
+of the table, is what two implementations differ by.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.spec import RopeScaling, Spec
+
+
+def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Blend of stretched (divided by factor) and original inverse frequencies, by how often each pair turns in the original context."""
+
+    def correction_dim(rotations: float) -> float:
+        return dim * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(correction_dim(scaling.beta_fast)), 0)
+    high = min(math.ceil(correction_dim(scaling.beta_slow)), dim - 1)
+    width = np.float32(high - low if high != low else 0.001)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / width, np.float32(0), np.float32(1))
+    extrapolated = np.float32(1) - ramp
+    stretched = np.float32(1) / (np.float32(scaling.factor) * frequencies)
+    return stretched * (np.float32(1) - extrapolated) + (np.float32(1) / frequencies) * extrapolated
+
+
+def inverse_frequencies(spec: Spec) -> NDArray[np.float32]:
+    """Radians a position for each rotated pair, [qk_rope_head_dim / 2] float32."""
+    dim = spec.qk_rope_head_dim
+    frequencies = np.float32(spec.rope_theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    if spec.rope_scaling is None:
+        return np.float32(1) / frequencies
+    return _yarn(spec.rope_scaling, spec.rope_theta, dim, frequencies)
+
+
+def rope_tables(spec: Spec, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(cos, sin), each float32 [positions, qk_rope_head_dim / 2], YaRN's amplitude included."""
+    angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(spec)[None, :]
+    amplitude = np.float32(1.0 if spec.rope_scaling is None else spec.rope_scaling.cos_sin_factor)
+    return np.cos(angles) * amplitude, np.sin(angles) * amplitude
