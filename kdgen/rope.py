@@ -26,7 +26,8 @@ def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / width, np.float32(0), np.float32(1))
     extrapolated = np.float32(1) - ramp
     stretched = np.float32(1) / (np.float32(scaling.factor) * frequencies)
-    return stretched * (np.float32(1) - extrapolated) + (np.float32(1) / frequencies) * extrapolated
+    blend: NDArray[np.float32] = stretched * (np.float32(1) - extrapolated) + (np.float32(1) / frequencies) * extrapolated
+    return blend
 
 
 def inverse_frequencies(spec: Spec) -> NDArray[np.float32]:
