@@ -437,7 +437,7 @@ def _refuse(file: str, reason: str, key: str = "file", value: str = "") -> SpecE
     return SpecError([Finding(file, key, value, reason)])
 
 
-def _read_text(path: Path, limit: int) -> str:
+def read_text(path: Path, limit: int) -> str:
     file = path.name
     try:
         if path.is_dir():
@@ -546,4 +546,4 @@ def load_spec(source: str | Path) -> Spec:
             names = ", ".join(sorted(p.stem for p in specs_dir().glob("*.yaml")))
             raise _refuse(source, f"neither a file nor a shipped spec; shipped are {names}")
         path = shipped
-    return parse_spec(_read_text(path, MAX_YAML_BYTES), path.name)
+    return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)

@@ -1,0 +1,336 @@
+"""Published ``config.json`` files to Specs.
+
+Every key of a config is either read, known to mean nothing for decoding (``HARMLESS``), allowed only at the value the
+kernels implement (``FIXED``), or refused: a key that nobody looked at may change what the model computes.
+
+Where families differ, as transformers' modelling code has it:
+
+- ``deepseek_v3``, ``kimi_k2``, ``glm4_moe_lite``: sigmoid scores, choice by score + bias, groups ranked by their best two.
+  No other ``topk_method`` or ``scoring_func`` exists there. GLM says which layers are dense by ``mlp_layer_types``.
+- ``deepseek_v2``: softmax scores without bias, ``greedy`` or ``group_limited_greedy`` (groups ranked by their best one).
+  ``norm_topk_prob`` is never applied, whatever it says (no published model of the family sets it).
+- ``kimi_k25``: a wrapper; the text model is under ``text_config``, the quantization under either or both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kdgen.errors import Finding, SpecError
+from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text, show
+
+FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite")
+WRAPPERS = ("kimi_k25",)
+SUPPORTED_QUANTIZATION = (
+    "supported is compressed-tensors pack-quantized: 4-bit int, symmetric, group 32, 64 or 128, no actorder, routed experts only"
+)
+
+
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset(key for line in names for key in line.split())
+
+
+#: Keys that do not change what a decode computes: bookkeeping, training, sampling, and transformers' generic defaults.
+HARMLESS = _keys(
+    "_attn_implementation _name_or_path _commit_hash add_cross_attention architectures attention_dropout auto_map aux_loss_alpha",
+    "bad_words_ids begin_suppress_tokens chunk_size_feed_forward classifier_dropout cross_attention_hidden_size",
+    "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size ep_size",
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index",
+    "initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size",
+    "num_beam_groups num_beams num_nextn_predict_layers num_return_sequences output_attentions output_hidden_states",
+    "output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values",
+    "repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id seq_aux",
+    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript",
+    "transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache",
+)
+#: The same of a wrapper, beside its vision tower, which is skipped.
+WRAPPER_HARMLESS = HARMLESS | _keys("media_placeholder_token_id use_unified_vision_chunk video_placeholder vision_config")
+_WRAPPER_READ = _keys("model_type text_config quantization_config dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings")
+#: Keys allowed only at a value that leaves the computation as the kernels have it; null is such a value for each.
+FIXED: Mapping[str, Callable[[Any], bool]] = {
+    "layer_types": lambda v: isinstance(v, list) and all(kind == "full_attention" for kind in v),
+    "mlp_bias": lambda v: v is False,
+    "moe_layer_freq": lambda v: v == 1,
+    "partial_rotary_factor": lambda v: v == 1,
+    "sliding_window": lambda v: v is None,
+    "use_mla": lambda v: v is True,
+    "use_sliding_window": lambda v: v is False,
+}
+_COPIED = _keys(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim",
+    "v_head_dim intermediate_size rms_norm_eps max_position_embeddings hidden_act attention_bias rope_interleave tie_word_embeddings",
+)
+_MOE = _keys("n_routed_experts moe_intermediate_size num_experts_per_tok n_shared_experts routed_scaling_factor norm_topk_prob")
+_READ = frozenset(FIXED).union(
+    _COPIED,
+    _MOE,
+    _keys("model_type dtype torch_dtype rope_theta rope_scaling rope_parameters first_k_dense_replace mlp_layer_types n_group"),
+    _keys("topk_group topk_method scoring_func bos_token_id eos_token_id quantization_config num_key_value_heads num_local_experts"),
+    _keys("qk_head_dim"),
+)
+_QUANTIZATION = _keys(
+    "quant_method format quantization_status kv_cache_scheme ignore config_groups global_compression_ratio sparsity_config",
+    "transform_config version",
+)
+_QUANTIZED_WEIGHTS = _keys(
+    "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs block_structure scale_dtype zp_dtype"
+)
+_YARN = _keys("type factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim attention_factor")
+
+
+class _Reader:
+    """One mapping of a config file, collecting what is wrong with it."""
+
+    def __init__(self, file: str, values: Mapping[str, Any], path: str = "", findings: list[Finding] | None = None) -> None:
+        self.file, self.values, self.path = file, values, path
+        self.findings: list[Finding] = [] if findings is None else findings
+
+    def bad(self, key: str, reason: str) -> None:
+        value = show(self.values[key]) if key in self.values else ""
+        self.findings.append(Finding(self.file, self.path + (key if key.isprintable() else ascii(key)), value, reason))
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def inside(self, key: str) -> _Reader:
+        """The mapping under ``key``; an empty one, and a finding, when there is none."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            self.bad(key, "must be a mapping")
+            value = {}
+        return _Reader(self.file, value, f"{self.path}{key}.", self.findings)
+
+    def only(self, known: frozenset[str], what: str) -> None:
+        for key in self.values:
+            if key not in known:
+                self.bad(key, f"unknown {what} key: it may change what the model computes")
+
+    def must(self, key: str, *allowed: Any, reason: str) -> None:
+        """Refuse any value of ``key`` but the allowed ones (a missing key is None). Types count: 1 is not true."""
+        value = self.get(key)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            self.bad(key, reason if key in self.values else f"missing; {reason}")
+
+
+def _quantization(config: _Reader) -> dict[str, Any] | None:
+    if config.get("quantization_config") is None:
+        return None
+    q = config.inside("quantization_config")
+    if q.get("quant_method") != "compressed-tensors":
+        q.bad("quant_method", f"not supported; {SUPPORTED_QUANTIZATION}")
+        return None
+    q.only(_QUANTIZATION, "quantization")
+    q.must("format", "pack-quantized", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    q.must("quantization_status", None, "compressed", reason="the weights must be stored compressed")
+    q.must("kv_cache_scheme", None, reason="a quantized cache is not supported")
+    for key in ("sparsity_config", "transform_config"):
+        q.must(key, None, {}, reason="not supported: weights must be dense and untransformed")
+    groups = q.inside("config_groups")
+    if len(groups.values) != 1:
+        q.bad("config_groups", f"must hold one group; {SUPPORTED_QUANTIZATION}")
+        return None
+    group = groups.inside(next(iter(groups.values)))
+    group.only(frozenset({"targets", "weights", "input_activations", "output_activations", "format"}), "quantization group")
+    group.must("format", None, "pack-quantized", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    for key in ("input_activations", "output_activations"):
+        group.must(key, None, reason="quantized activations are not supported")
+    weights = group.inside("weights")
+    weights.only(_QUANTIZED_WEIGHTS, "quantization")
+    weights.must("num_bits", 4, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("type", "int", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("symmetric", True, reason=f"asymmetric is not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("strategy", "group", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("dynamic", None, False, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("actorder", None, False, reason=f"act-order is not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("block_structure", None, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("group_size", 32, 64, 128, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    # ``ignore`` and ``targets`` are not interpreted: the checkpoint's tensors must be packed for the routed experts and
+    # for nothing else, and that is checked tensor by tensor.
+    return Quantization.model_construct(group_size=weights.get("group_size")).model_dump()
+
+
+def _rope(config: _Reader) -> dict[str, Any]:
+    """{rope_theta, rope_scaling} from the old keys (``rope_theta``, ``rope_scaling``), the new (``rope_parameters``), or both agreeing."""
+    found: dict[str, Any] = {}
+    if (theta := config.get("rope_theta")) is not None:
+        found["rope_theta"] = theta
+    scalings: list[dict[str, Any] | None] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) is None:
+            continue
+        rope = config.inside(key)
+        kinds = {rope.get(name) for name in ("rope_type", "type") if isinstance(rope.get(name), str | None)} - {None} or {"default"}
+        if len(kinds) > 1 or not kinds <= {"default", "yarn"} or not isinstance(rope.get("type"), str | None):
+            rope.bad("rope_type" if "rope_type" in rope.values else "type", "not supported; supported are default and yarn")
+            continue
+        if (theta := rope.get("rope_theta")) is not None and found.setdefault("rope_theta", theta) != theta:
+            rope.bad("rope_theta", f"contradicts rope_theta {show(found['rope_theta'])}")
+        rope.only(_YARN | _keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
+        rope.must("truncate", None, True, reason="YaRN without rounded bounds is not supported")
+        if not FIXED["partial_rotary_factor"](rope.get("partial_rotary_factor") or 1):
+            rope.bad("partial_rotary_factor", "must be 1: all of qk_rope_head_dim is rotated")
+        scaling = {name: value for name, value in rope.values.items() if name in _YARN and value is not None}
+        if kinds == {"default"} and scaling.keys() - {"type"}:
+            rope.bad("rope_type", f"missing or default, beside {', '.join(sorted(scaling.keys() - {'type'}))}")
+        scalings.append(None if kinds == {"default"} else scaling | {"type": "yarn"})
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        config.bad("rope_parameters", "contradicts rope_scaling")
+    if scalings:
+        found["rope_scaling"] = scalings[0]
+    return found
+
+
+def _layers(config: _Reader, family: str) -> dict[str, Any]:
+    """Which layers are dense, and the routed experts of the others."""
+    out: dict[str, Any] = {key: config.get(key) for key in _MOE if key in config.values}
+    layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace")
+    if family == "glm4_moe_lite" and (kinds := config.get("mlp_layer_types")) is not None:
+        prefix = len(kinds) if isinstance(kinds, list) else 0
+        while prefix and isinstance(kinds, list) and kinds[prefix - 1] == "sparse":
+            prefix -= 1
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind != "dense" for kind in kinds[:prefix]):
+            config.bad("mlp_layer_types", "must name dense layers, then sparse ones, num_hidden_layers in all")
+        elif dense is not None and dense != prefix:
+            config.bad("first_k_dense_replace", f"contradicts mlp_layer_types, which has {prefix} dense layers")
+        dense = prefix
+    elif family == "glm4_moe_lite" and dense is None:
+        dense = 1
+    if dense is not None:
+        out["first_k_dense_replace"] = dense
+    if (alias := config.get("num_local_experts")) is not None and out.setdefault("n_routed_experts", alias) != alias:
+        config.bad("num_local_experts", "contradicts n_routed_experts")
+    if out.get("n_routed_experts", 0) is None:
+        out["first_k_dense_replace"] = dense = layers
+    if isinstance(dense, int) and isinstance(layers, int) and not isinstance(dense, bool) and dense >= layers > 0:
+        # A dense model: routing keys may linger in its config and mean nothing.
+        return {"first_k_dense_replace": layers, "n_routed_experts": None}
+    return out | _router(config, family)
+
+
+def _router(config: _Reader, family: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if family == "deepseek_v2":
+        config.must("scoring_func", None, "softmax", reason="deepseek_v2 knows softmax alone")
+        method = config.get("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            config.bad("topk_method", "deepseek_v2 knows greedy and group_limited_greedy")
+        out |= {"scoring_func": "softmax", "topk_method": method, "norm_topk_prob": False}
+    else:
+        config.must("scoring_func", None, "sigmoid", reason=f"{family} knows sigmoid alone")
+        config.must("topk_method", None, "noaux_tc", reason=f"{family} knows noaux_tc alone")
+        out |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    if out["topk_method"] != "greedy":  # greedy ignores whatever groups are given
+        for key in ("n_group", "topk_group"):
+            if config.get(key) is not None:
+                out[key] = config.get(key)
+            elif family != "glm4_moe_lite":
+                config.bad(key, "missing, and the choice of experts depends on it")
+    return out
+
+
+def _text(config: _Reader, outer: _Reader | None, name: str) -> Spec:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        config.bad("model_type", f"not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
+        raise SpecError(config.findings)
+    config.only(HARMLESS | _READ, "config")
+    for key, fine in FIXED.items():
+        if config.get(key) is not None and not fine(config.get(key)):
+            config.bad(key, "not supported at this value")
+    out: dict[str, Any] = {"name": name, "model_type": family}
+    out |= {key: config.get(key) for key in _COPIED if key in config.values}
+    for key, value in (("q_lora_rank", None), ("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
+        out.setdefault(key, value)
+    if outer is not None and "tie_word_embeddings" in outer.values:
+        out.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
+    if family == "deepseek_v2" and out["rope_interleave"] is not True:
+        config.bad("rope_interleave", "deepseek_v2 knows interleaved pairs alone")
+    out |= _rope(config) | _layers(config, family)
+
+    if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
+        config.bad("num_key_value_heads", "must equal num_attention_heads: MLA has one latent for all heads")
+    nope, rope = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    if isinstance(nope, int) and isinstance(rope, int) and config.get("qk_head_dim") not in (None, nope + rope):
+        config.bad("qk_head_dim", "must be qk_nope_head_dim + qk_rope_head_dim")
+
+    stored = [c.get(key) for c in (config, outer) if c is not None for key in ("dtype", "torch_dtype") if c.get(key) is not None]
+    out["dtype"] = stored[0] if stored else "bfloat16"
+    quantizations = [_quantization(c) for c in (config, outer) if c is not None and c.get("quantization_config") is not None]
+    if quantizations:
+        out["quantization"] = quantizations[0]
+        if any(q != quantizations[0] for q in quantizations):
+            config.bad("quantization_config", "contradicts the wrapper's")
+
+    def inside(token: Any) -> bool:
+        return not (isinstance(token, int) and isinstance(out.get("vocab_size"), int) and not 0 <= token < out["vocab_size"])
+
+    eos: list[Any] = []
+    for c in (config, outer):
+        value = c.get("eos_token_id") if c is not None else None
+        eos += [token for token in (value if isinstance(value, list) else [value]) if token is not None and token not in eos]
+    # An id outside the vocabulary can neither be given nor produced, so it is dropped rather than refused.
+    out["eos_token_id"] = [token for token in eos if inside(token)]
+    bos = config.get("bos_token_id")
+    out["bos_token_id"] = bos if inside(bos) else None
+
+    try:
+        spec = Spec.from_mapping(out, config.file)
+    except SpecError as error:
+        known = {finding.key for finding in config.findings}
+        config.findings += [f for f in error.findings if f.key not in known and config.path + f.key not in known]
+        raise SpecError(config.findings) from None
+    if config.findings:
+        raise SpecError(config.findings)
+    return spec
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key {show(key)} is given twice")
+        out[key] = value
+    return out
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no number JSON knows")
+
+
+def parse_config(text: str, name: str = "model", file: str = "config.json") -> Spec:
+    """A Spec from the text of a published ``config.json``; ``name`` becomes the spec's. Raises SpecError with every finding."""
+    try:
+        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+    except RecursionError:
+        raise SpecError([Finding(file, "file", "", "is nested too deeply")]) from None
+    except ValueError as error:
+        raise SpecError([Finding(file, "file", "", f"is not valid JSON: {error}")]) from None
+    if not isinstance(values, dict):
+        raise SpecError([Finding(file, "file", show(values), "must be a mapping of keys to values")])
+    config = _Reader(file, values)
+    if config.get("model_type") in WRAPPERS:
+        config.only(WRAPPER_HARMLESS | _WRAPPER_READ, "wrapper")
+        return _text(config.inside("text_config"), config, name)
+    return _text(config, None, name)
+
+
+def spec_name(folder: str) -> str:
+    """A spec name for a model folder: lower case, anything that names may not hold turned into dashes."""
+    name = re.sub(r"[^a-z0-9_.-]+", "-", folder.lower()).strip("-._")[:64].rstrip("-._")
+    return name if name and name[0].isalnum() else "model"
+
+
+def load_config(path: str | Path) -> Spec:
+    """A Spec from a published model: its ``config.json``, or the folder that holds it. The spec is named after the folder.
+
+    Reads ``deepseek_v3``, ``kimi_k2``, ``kimi_k25`` (its text model), ``deepseek_v2`` and ``glm4_moe_lite``, with old or new
+    RoPE keys, unquantized or with compressed-tensors INT4 experts. Raises SpecError with every finding, each with file,
+    key, value and reason, and naming what is supported.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), file.name)
