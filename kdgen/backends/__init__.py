@@ -1,1 +1,33 @@
-"""Backends run generated kernels: ``base`` says what one is, ``cpu`` and ``cuda`` are the two."""
+"""Where generated kernels run. ``open_backend`` is the way in; the modules are imported when their backend is opened."""
+
+from __future__ import annotations
+
+from kdgen.backends.base import Backend
+from kdgen.errors import KdgenError
+
+
+def backend_names() -> tuple[str, ...]:
+    return ("cuda", "cpu", "cpu-shuffled", "cpu-checker")
+
+
+def open_backend(name: str | None = None, seed: int = 0) -> Backend:
+    """The backend called ``name``; with None the GPU if one can be used, else the CPU. ``seed`` orders the threads of ``cpu-shuffled``.
+
+    Raises BackendError (why it cannot run here, and what to do), KdgenError for an unknown name.
+    """
+    if name is None:
+        from kdgen.backends.cuda import cuda_unusable
+
+        name = "cpu" if cuda_unusable() else "cuda"
+    if name == "cuda":
+        from kdgen.backends.cuda import CudaBackend
+
+        return CudaBackend()
+    if name not in backend_names():
+        raise KdgenError(f"unknown backend {name!r}; there are {', '.join(backend_names())}")
+
+    from kdgen.backends.cpu import CpuBackend
+
+    if name == "cpu-shuffled":
+        return CpuBackend(mode="shuffled", seed=seed)
+    return CpuBackend(mode="checker" if name == "cpu-checker" else "plain")

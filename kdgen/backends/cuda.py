@@ -1,0 +1,236 @@
+"""The GPU backend: numba-cuda's arrays and stream, cuda.core's modules and launches.
+
+Looking for a GPU goes straight to the driver library, so that asking costs nothing and cannot hang or raise where there is none;
+numba and cuda.core are imported only when a backend is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.cache import Cache
+from kdgen.compile import Cubin, compile_all
+from kdgen.errors import BackendError
+from kdgen.plan.ir import ITEM_BYTES, DType
+from kdgen.resources import templates_dir
+from kdgen.target import arch_of_device
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+#: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
+OLDEST_DRIVER = 13000
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU the driver shows (CUDA_VISIBLE_DEVICES chooses)."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory_bytes: int
+    driver_cuda: tuple[int, int]  #: the CUDA version the driver supports
+
+    @property
+    def arch(self) -> str:
+        return arch_of_device(*self.compute_capability)
+
+
+def find_gpu() -> Gpu | str:
+    """The GPU kernels would run on, or the reason why there is none."""
+    if os.environ.get("NUMBA_DISABLE_CUDA", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_CUDA is set"
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return f"no NVIDIA driver ({library} cannot be loaded)"
+    status = driver.cuInit(0)
+    if status != 0:
+        return f"the NVIDIA driver does not start: {_error_name(driver, status)}"
+
+    def number(function: str, *args: object) -> int:
+        value = ctypes.c_int()
+        failed = getattr(driver, function)(ctypes.byref(value), *args)
+        return -1 if failed else value.value
+
+    if number("cuDeviceGetCount") < 1:
+        return "the NVIDIA driver shows no GPU"
+    version = number("cuDriverGetVersion")
+    driver_cuda = (version // 1000, version % 1000 // 10)
+    if version < OLDEST_DRIVER:
+        return f"the NVIDIA driver supports CUDA {driver_cuda[0]}.{driver_cuda[1]}, and 13.0 is needed (driver 580 or newer)"
+    device = number("cuDeviceGet", 0)
+    name = ctypes.create_string_buffer(256)
+    driver.cuDeviceGetName(name, 256, device)
+    memory = ctypes.c_size_t()
+    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _COMPUTE_CAPABILITY_MAJOR, _MINOR
+    multiprocessors, major, minor = (number("cuDeviceGetAttribute", attribute, device) for attribute in (16, 75, 76))
+    gpu_name = name.value.decode(errors="replace")
+    if major < 8:
+        return f"{gpu_name} has compute capability {major}.{minor}, and 8.0 is needed"
+    return Gpu(gpu_name, (major, minor), multiprocessors, memory.value, driver_cuda)
+
+
+def cuda_unusable() -> str | None:
+    """Why the GPU backend cannot be used here, or None when it can."""
+    gpu = find_gpu()
+    return gpu if isinstance(gpu, str) else None
+
+
+class CudaBackend(Backend):
+    """The first GPU. One stream orders everything; errors name the kernels they can come from.
+
+    Raises BackendError when there is no usable GPU.
+    """
+
+    name = "cuda"
+
+    def __init__(self, cache: Cache | None = None) -> None:
+        gpu = find_gpu()
+        if isinstance(gpu, str):
+            raise BackendError(f"no GPU can be used: {gpu}; --backend cpu runs the same kernels without one")
+        self.gpu = gpu
+        self.arch = gpu.arch
+        self.description = f"{gpu.name} ({gpu.arch}, {gpu.multiprocessors} SMs, {gpu.memory_bytes / 2**30:.0f} GiB)"
+        self.cubins: dict[str, Cubin] = {}
+        self._cache = cache or Cache.default()
+        self._kernels: dict[str, Kernel] = {}
+        # numba gives memory back when its array object dies, so the arrays live here and DeviceArray.handle is the key
+        self._arrays: dict[int, Any] = {}
+        self._handles = itertools.count(1)
+        self._unfinished: dict[str, None] = {}  # kernels launched since the last wait, in order
+        with self._reporting("opening the GPU"):
+            from cuda.core import Device
+            from numba import cuda as numba_cuda
+
+            self._numba: Any = numba_cuda
+            self._stream: Any = numba_cuda.stream()  # makes the primary context, which cuda.core then shares
+            device = Device(0)
+            device.set_current()
+            self._launch_stream = device.create_stream(self._stream)
+
+    def load(self, sources: Sequence[Source]) -> None:
+        from cuda.core import ObjectCode
+
+        cubins = compile_all(sources, [self.arch], templates_dir() / "lib" / "gpu", cache=self._cache)
+        for cubin in cubins:
+            with self._reporting(f"loading kernel {cubin.name}"):
+                kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.name)
+                self._allow_smem(kernel, cubin.dynamic_smem)
+            self._kernels[cubin.name] = kernel
+            self.cubins[cubin.name] = cubin
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        count = math.prod(shape)
+        nbytes = count * ITEM_BYTES[dtype]
+        with self._reporting(f"allocating {nbytes} bytes on {self.gpu.name}"):
+            array = self._numba.device_array(count, _numba_dtype(dtype), stream=self._stream)
+        handle = next(self._handles)
+        self._arrays[handle] = array
+        return DeviceArray(shape, dtype, int(array.device_ctypes_pointer.value or 0), nbytes, handle)
+
+    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
+        with self._reporting("copying from the GPU"):
+            values: npt.NDArray[np.generic] = self._array(array).copy_to_host(stream=self._stream)
+        self.synchronize()
+        if array.dtype == "bf16":
+            values = values.view(ml_dtypes.bfloat16)
+        return values.reshape(array.shape)
+
+    def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
+        expected = np.dtype(ml_dtypes.bfloat16) if array.dtype == "bf16" else _numba_dtype(array.dtype)
+        if values.dtype != expected or not values.flags.c_contiguous:
+            raise ValueError(f"write needs C-contiguous {expected}, not {values.dtype}")
+        if offset < 0 or offset + values.size > math.prod(array.shape):
+            raise ValueError(f"{values.size} elements at {offset} do not fit an array of {array.shape}")
+        if values.size:
+            flat = values.reshape(-1).view(_numba_dtype(array.dtype))
+            with self._reporting("copying to the GPU"):
+                self._array(array)[offset : offset + flat.size].copy_to_device(flat, stream=self._stream)
+
+    def free(self, array: DeviceArray) -> None:
+        self._array(array)
+        del self._arrays[self._key(array)]
+        with self._reporting("freeing GPU memory"):
+            self._numba.current_context().deallocations.clear()  # numba would otherwise keep a few frees for later
+
+    def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        loaded = self._kernels.get(kernel)
+        if loaded is None:
+            raise BackendError(f"kernel {kernel} is not loaded")
+        cubin = self.cubins[kernel]
+        if smem > cubin.dynamic_smem:
+            raise BackendError(f"kernel {kernel}: {smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
+        if len(args) != loaded.num_arguments:
+            raise BackendError(f"kernel {kernel}: {len(args)} arguments, {loaded.num_arguments} expected")
+        with self._reporting(f"launching kernel {kernel} with grid {grid}, {block} threads and {smem} bytes of shared memory"):
+            config = LaunchConfig(grid=grid, block=block, shmem_size=smem)
+            launch(self._launch_stream, config, loaded, *map(_scalar, args))
+        self._unfinished[kernel] = None
+
+    def synchronize(self) -> None:
+        launched, self._unfinished = ", ".join(self._unfinished) or "none", {}
+        with self._reporting(f"waiting for kernels (launched: {launched}; CUDA_LAUNCH_BLOCKING=1 tells which one failed)"):
+            self._stream.synchronize()
+
+    def _allow_smem(self, kernel: Kernel, smem: int) -> None:
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if smem > 48 * 1024:
+            (status,) = driver.cuKernelSetAttribute(attribute, smem, kernel.handle, driver.CUdevice(0))
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise BackendError(f"{smem} bytes of dynamic shared memory are refused: {status.name}")
+
+    def _array(self, array: DeviceArray) -> Any:
+        found = self._arrays.get(self._key(array))
+        if found is None:
+            raise ValueError("this array was freed, or belongs to another backend")
+        return found
+
+    @staticmethod
+    def _key(array: DeviceArray) -> int:
+        return array.handle if isinstance(array.handle, int) else 0
+
+    @contextlib.contextmanager
+    def _reporting(self, doing: str) -> Iterator[None]:
+        # numba raises CudaAPIError, cuda.core a CUDAError that no public module names, both for whatever failed before, too
+        try:
+            yield
+        except Exception as error:
+            raise BackendError(f"{doing}: {error}") from error
+
+
+def _numba_dtype(dtype: DType) -> np.dtype[np.generic]:
+    """How numba stores it: it knows bf16 only as bits."""
+    names: dict[DType, str] = {"f32": "float32", "bf16": "uint16", "i32": "int32", "f64": "float64", "u8": "uint8"}
+    return np.dtype(names[dtype])
+
+
+def _scalar(arg: Argument) -> np.generic:
+    """cuda.core passes a NumPy scalar's bytes as they are, so its type has to be the parameter's."""
+    return np.uint64(arg.array.address + arg.offset) if isinstance(arg, Pointer) else np.int32(arg)
+
+
+def _error_name(driver: ctypes.CDLL, status: int) -> str:
+    text = ctypes.c_char_p()
+    driver.cuGetErrorName(status, ctypes.byref(text))
+    return f"{text.value.decode() if text.value else 'error'} ({status})"

@@ -1,0 +1,57 @@
+"""Hypothesis profiles, the ``gpu`` marker, and backends as fixtures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kdgen.backends import open_backend
+from kdgen.backends.base import Backend
+
+settings.register_profile("quick", max_examples=10, deadline=None)
+# the same examples on every run, and whatever is needed to repeat a failure
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
+# a GPU is lent by the minute: few examples, and no complaint that the first one compiles kernels
+settings.register_profile("gpu", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    from kdgen.backends.cuda import cuda_unusable
+
+    if reason := cuda_unusable():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for the whole run, workers included; never the user's own unless KDGEN_CACHE_DIR asks for it."""
+    chosen = os.environ.get("KDGEN_CACHE_DIR")
+    if chosen:
+        yield Path(chosen)
+        return
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kdgen-cache"
+    os.environ["KDGEN_CACHE_DIR"] = str(shared)
+    yield shared
+    del os.environ["KDGEN_CACHE_DIR"]
+
+
+@pytest.fixture(scope="session")
+def cpu_backend(cache_directory: Path) -> Backend:
+    return open_backend("cpu")
+
+
+@pytest.fixture(scope="session")
+def cuda_backend(cache_directory: Path) -> Backend:
+    """For tests marked ``gpu``."""
+    return open_backend("cuda")
