@@ -28,7 +28,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Contiguous device memory with a shape and dtype. ``handle`` belongs to the backend that made it; ``address`` is the device pointer."""
+    """Contiguous device memory: ``address`` is the device pointer, ``handle`` belongs to the backend that made it."""
 
     shape: tuple[int, ...]
     dtype: DType

@@ -1,1 +1,1 @@
-"""Plan: the stage where every decision is taken. ``build.py`` decides, ``ir.py`` is what it returns, ``params.py`` the templates' contexts."""
+"""Plan: every decision is taken here. ``build.py`` decides, ``ir.py`` is what it returns, ``params.py`` the templates' contexts."""

@@ -11,19 +11,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["f32", "bf16", "i32", "f64", "u8"]
+Compute = Literal["f32", "bf16"]  #: the type of activations and cache rows; sums are float32 in both
 ITEM_BYTES: dict[DType, int] = {"f32": 4, "bf16": 2, "i32": 4, "f64": 8, "u8": 1}
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A grid dimension: ``times * ceil(tokens / per_tokens)``, at most ``cap`` when that is set; ``per_tokens`` 0 is a constant."""
+    """A grid dimension: ``times * ceil(tokens / per_tokens) * ceil(context / per_context)``; a zero divisor leaves its factor out.
+
+    ``tokens`` and ``context`` (keys any row may see) are upper bounds that the host knows; blocks beyond the true sizes exit.
+    ``cap`` bounds the result where it is set.
+    """
 
     times: int = 1
     per_tokens: int = 0
+    per_context: int = 0
     cap: int = 0
 
-    def value(self, tokens: int) -> int:
-        n = self.times * -(-tokens // self.per_tokens) if self.per_tokens else self.times
+    def value(self, tokens: int, context: int) -> int:
+        n = self.times
+        if self.per_tokens:
+            n *= -(-tokens // self.per_tokens)
+        if self.per_context:
+            n *= -(-context // self.per_context)
         return min(n, self.cap) if self.cap else n
 
 
@@ -134,8 +144,9 @@ Layout = Literal["row_major", "k_major", "mma_a", "int4_k_major", "int4_mma_a"]
 class Weight:
     """A device tensor made from checkpoint tensors.
 
+    With ``layers`` = (first, stop) there is one such tensor a layer, called ``layers.<i>.<name>``.
     ``logical`` is (batch, rows, cols): ``rows`` outputs, ``cols`` inputs; batch counts heads or experts (1 otherwise).
-    ``sources`` are checkpoint keys (without a ``language_model.`` prefix); ``{e}`` stands for each expert index.
+    ``sources`` are checkpoint keys (without a ``language_model.`` prefix); ``{i}`` stands for the layer, ``{e}`` for each expert.
     ``gate_up_tile`` is how many gate rows precede their up rows in the interleaving of ``gate_up`` assemblies.
     ``stored_bytes`` is the packed size, padding included.
     """
@@ -147,8 +158,23 @@ class Weight:
     layout: Layout
     sources: tuple[str, ...]
     stored_bytes: int
+    layers: tuple[int, int] | None = None
     gate_up_tile: int = 0
     group_size: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Packed bytes over all layers."""
+        return self.stored_bytes * (self.layers[1] - self.layers[0] if self.layers else 1)
+
+    def device_name(self, layer: int) -> str:
+        """The tensor's name on the device; ``layer`` matters only where there is one a layer."""
+        return f"layers.{layer}.{self.name}" if self.layers else self.name
+
+
+MAX_NODES = 64  #: draft-tree nodes of a verify step, root included
+MAX_PATH = 16  #: longest path in a tree, root included: the largest draft block
+MAX_CANDIDATES = 64  #: candidate tokens kept of a draft row
 
 
 @dataclass(frozen=True)
@@ -159,6 +185,11 @@ class Limits:
     max_context: int = 4096
     max_sequences: int = 1
 
+    @property
+    def capacity(self) -> int:
+        """Cache rows of a sequence: a draft tree may stand beyond the last position that is kept."""
+        return self.max_context + MAX_NODES
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -166,13 +197,23 @@ class Plan:
 
     spec_name: str
     spec_sha256: str
-    compute: Literal["f32", "bf16"]
+    compute: Compute
+    default_compute: Compute
     limits: Limits
     kernels: tuple[Kernel, ...]
     weights: tuple[Weight, ...]
     buffers: tuple[Buffer, ...]
     programs: tuple[Program, ...]
     notes: tuple[str, ...]
+
+    @property
+    def is_default(self) -> bool:
+        return self.compute == self.default_compute
+
+    @property
+    def directory(self) -> str:
+        """The folder under ``generated/``."""
+        return self.spec_name if self.is_default else f"{self.spec_name}-{self.compute}"
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

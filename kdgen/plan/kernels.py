@@ -1,0 +1,389 @@
+"""Which kernels a model needs and how each is tiled. Everything here depends on the spec and the compute dtype alone.
+
+The exactness contract lives here too: whatever splits a reduction (``slices``, ``warps``, ``split``) is a function of the
+layer's shape, never of how many token rows a launch has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kdgen.plan import params
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
+from kdgen.spec import LORA_NORM_EPS, Spec
+
+#: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
+SMEM_LIMIT = 99 * 1024
+TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
+GENERIC_TOKENS = 8
+ROW_EXTENT = Extent(per_tokens=1)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The compute dtype and what follows from it."""
+
+    compute: Compute
+    act: params.CType
+    act_bytes: int
+    weight: params.CType
+    weight_bytes: int
+
+
+def mode_of(spec: Spec, compute: Compute) -> Mode:
+    """Tensor cores read bf16 weights; the generic path keeps the checkpoint's own type and widens in registers."""
+    wide = compute == "f32" and spec.dtype == "float32"
+    weight: tuple[params.CType, int] = ("float", 4) if wide else ("bf16", 2)
+    return Mode(compute, "bf16", 2, *weight) if compute == "bf16" else Mode(compute, "float", 4, *weight)
+
+
+def mma_obstacles(spec: Spec) -> tuple[str, ...]:
+    """Why the tensor-core path cannot serve this spec; empty when it can. An MMA step is 16 inputs wide."""
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "qk_nope_head_dim": spec.qk_nope_head_dim,
+        "kv_lora_rank + qk_rope_head_dim": spec.cache_row_dim,
+        "num_attention_heads * v_head_dim": spec.num_attention_heads * spec.v_head_dim,
+    }
+    if spec.q_lora_rank is not None:
+        widths["q_lora_rank"] = spec.q_lora_rank
+    if spec.first_k_dense_replace:
+        widths["intermediate_size"] = spec.intermediate_size
+    if spec.has_moe:
+        widths["moe_intermediate_size"] = spec.moe_intermediate_size
+    found = [f"{name} {width} is no multiple of 16" for name, width in widths.items() if width % 16]
+    if attention_smem(spec) > SMEM_LIMIT:
+        found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {SMEM_LIMIT}")
+    return tuple(found)
+
+
+def attention_smem(spec: Spec) -> int:
+    """Bytes of mla_attention_mma's ``struct Shared``: 16 query rows, 2 stages of 32 key rows, probabilities, scores, rescale."""
+    shared_row = (spec.cache_row_dim + 8) * 2
+    return (16 + 2 * 32) * shared_row + 16 * (32 + 8) * 2 + 16 * (32 + 1) * 4 + 16 * 4
+
+
+def split_keys(spec: Spec, compute: Compute) -> int:
+    """Keys of a split. Small models split early so that their tests cross split bounds."""
+    return 64 if compute == "f32" or spec.kv_lora_rank < 256 else 128
+
+
+def _block_for(width: int, most: int = 256) -> int:
+    """Threads for an elementwise pass over ``width``: whole warps, no more than it has work for."""
+    return max(32, min(most, -(-width // 32) * 32))
+
+
+def _slices(cols: int) -> int:
+    """Warps that split ``cols`` inputs in the generic kernels."""
+    return 4 if cols >= 32 else 1
+
+
+def _mma_warps(cols: int) -> int:
+    """Warps that split ``cols`` inputs: at least 2 MMA steps each, 8 where there are enough to keep loads in flight."""
+    steps = cols // 16
+    return 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A dense layer, before it is decided which kernel runs it."""
+
+    name: str
+    summary: str
+    rows: int
+    cols: int
+    batch: int = 1
+    x_stride: int = 0  # 0: cols * batch
+    x_batch_stride: int = 0
+    y_stride: int = 0  # 0: outputs * batch
+    y_batch_stride: int = 0
+    gated: bool = False
+    bias: bool = False
+    accumulate: bool = False  # y is the float32 residual
+    out_float: bool = False
+
+
+class Catalogue:
+    """Builds the kernels of one spec in one mode."""
+
+    def __init__(self, spec: Spec, mode: Mode) -> None:
+        self.spec = spec
+        self.mode = mode
+        self.fast = mode.compute == "bf16"
+        self.split = split_keys(spec, mode.compute)
+
+    def all(self) -> tuple[Kernel, ...]:
+        """Every kernel, in the order in which a step runs them."""
+        spec = self.spec
+        found = [self._chain_rows(), self._tree_build(), self._tree_rows(), self._embed(), self._norm("rmsnorm_hidden", spec.hidden_size)]
+        found += [self._linear(layer) for layer in self.attention_linears()[:-2]]
+        if spec.q_lora_rank is not None:
+            found.append(self._norm("rmsnorm_q_a", spec.q_lora_rank, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS))
+        found += [self._rope_cache(), self._attention(), self._combine()]
+        found += [self._linear(layer) for layer in self.attention_linears()[-2:]]
+        if spec.first_k_dense_replace:
+            found += [self._linear(layer) for layer in self.swiglu("", spec.intermediate_size)]
+        if spec.has_moe:
+            found += [self._router_logits(), self._router_topk(), self._moe_sort(), *self._experts(), self._moe_combine()]
+            if spec.shared_intermediate_size:
+                found += [self._linear(layer) for layer in self.swiglu("shared_", spec.shared_intermediate_size)]
+        head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
+        found += [self._linear(head), self._argmax(), self._advance(), self._tree_accept(), self._kv_compact(), self._top_k()]
+        return tuple(found)
+
+    # ---- shapes that programs and buffers need too ------------------------------------------------------------------
+
+    @property
+    def kv_a_stride(self) -> int:
+        """Width of the fused [q_a | kv_a] projection's output; kv_a alone when queries have no low-rank form."""
+        return (self.spec.q_lora_rank or 0) + self.spec.cache_row_dim
+
+    def attention_linears(self) -> tuple[Linear, ...]:
+        """The attention block's dense layers in order; the last two come after attention itself."""
+        s = self.spec
+        heads, row = s.num_attention_heads, s.cache_row_dim
+        q_width = heads * s.qk_head_dim
+        if s.q_lora_rank is None:
+            first = (
+                Linear("q_proj", "queries", q_width, s.hidden_size),
+                Linear("kv_a_proj", "[c_kv | k_rope]", row, s.hidden_size, bias=s.attention_bias, out_float=True),
+            )
+        else:
+            summary = "[q_a | c_kv | k_rope] in one reading of h"
+            first = (
+                Linear("q_a_kv_a_proj", summary, self.kv_a_stride, s.hidden_size, bias=s.attention_bias, out_float=True),
+                Linear("q_b_proj", "queries from their low-rank form", q_width, s.q_lora_rank),
+            )
+        absorb = Linear(
+            "w_uk_absorb", "q_nope into the latent space, per head", s.kv_lora_rank, s.qk_nope_head_dim, batch=heads,
+            x_stride=q_width, x_batch_stride=s.qk_head_dim, y_stride=heads * row, y_batch_stride=row,
+        )  # fmt: skip
+        values = Linear(
+            "w_uv_absorb", "attention output out of the latent space, per head", s.v_head_dim, s.kv_lora_rank, batch=heads,
+            x_batch_stride=s.kv_lora_rank, y_batch_stride=s.v_head_dim,
+        )  # fmt: skip
+        o_proj = Linear(
+            "o_proj", "attention output added to the residual", s.hidden_size, heads * s.v_head_dim, bias=s.attention_bias, accumulate=True
+        )
+        return (*first, absorb, values, o_proj)
+
+    def swiglu(self, prefix: str, width: int) -> tuple[Linear, Linear]:
+        """gate_up (with SiLU) and down of a dense or shared MLP."""
+        h = self.spec.hidden_size
+        return (
+            Linear(f"{prefix}gate_up_proj", "SwiGLU: silu(gate) * up", 2 * width, h, gated=True),
+            Linear(f"{prefix}down_proj", "MLP output added to the residual", h, width, accumulate=True),
+        )
+
+    # ---- dense layers -----------------------------------------------------------------------------------------------
+
+    def _linear(self, layer: Linear) -> Kernel:
+        outputs = layer.rows // 2 if layer.gated else layer.rows
+        layer = replace(layer, x_stride=layer.x_stride or layer.cols * layer.batch, y_stride=layer.y_stride or outputs * layer.batch)
+        out: params.CType = "float" if layer.accumulate or layer.out_float else self.mode.act
+        out_bytes = 4 if out == "float" else 2
+        summary = layer.summary[0].upper() + layer.summary[1:] + "."
+        epilogue = "The result is added to the float32 residual." if layer.accumulate else summary
+        cost = Cost(
+            bytes_fixed=layer.batch * layer.rows * layer.cols * self.mode.weight_bytes,
+            bytes_per_token=layer.batch * (layer.cols * self.mode.act_bytes + outputs * out_bytes * (2 if layer.accumulate else 1)),
+            flops_per_token=2 * layer.batch * layer.rows * layer.cols,
+        )
+        if not self.fast:
+            slices = _slices(layer.cols)
+            generic = params.LinearF32(
+                name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
+                y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, slices=slices, tokens=GENERIC_TOKENS,
+                weight=self.mode.weight, gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
+            )  # fmt: skip
+            grid = (Extent(-(-outputs // 32)), Extent(per_tokens=GENERIC_TOKENS), Extent(layer.batch))
+            return Kernel(layer.name, "linear_f32.cu.j2", generic, slices * 32, grid, 0, cost, layer.summary)
+        warps = _mma_warps(layer.cols)
+        mma = params.LinearMma(
+            name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
+            y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, token_tiles=TOKEN_TILES,
+            in_flight=min(8, -(-layer.cols // 16 // warps)), out=out, gated=layer.gated, bias=layer.bias,
+            accumulate=layer.accumulate, epilogue_comment=epilogue,
+        )  # fmt: skip
+        grid = (Extent(-(-layer.rows // 16)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
+        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, 0, cost, layer.summary)
+
+    # ---- attention --------------------------------------------------------------------------------------------------
+
+    def _norm(self, name: str, width: int, x_stride: int = 0, eps: float | None = None) -> Kernel:
+        block = _block_for(width)
+        p = params.RmsNorm(name, width, x_stride or width, self.spec.rms_norm_eps if eps is None else eps, self.mode.act, block)
+        cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
+        summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
+        return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
+
+    def _rope_cache(self) -> Kernel:
+        s, act = self.spec, self.mode.act
+        block = _block_for(max(s.kv_lora_rank, s.num_attention_heads * s.qk_rope_head_dim // 2))
+        pairing = (
+            "Pairs are interleaved, (x0, x1), (x2, x3), ..." if s.rope_interleave else "Pairs are half a head apart, (x_i, x_(i + d/2))."
+        )
+        p = params.RopeCache(
+            name="rope_cache", heads=s.num_attention_heads, kv_lora=s.kv_lora_rank, rope=s.qk_rope_head_dim, qk_head=s.qk_head_dim,
+            kv_a_stride=self.kv_a_stride, kv_a_offset=s.q_lora_rank or 0, eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=act,
+            block=block, pairing_comment=pairing,
+        )  # fmt: skip
+        rope_bytes = 2 * s.num_attention_heads * s.qk_rope_head_dim * self.mode.act_bytes
+        cost = Cost(s.kv_lora_rank * 4, s.cache_row_dim * (4 + self.mode.act_bytes) + rope_bytes, 6 * s.cache_row_dim)
+        summary = "cache row [c_kv | k_rope], rotated queries"
+        return Kernel("rope_cache", "rope_cache.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
+
+    def _attention(self) -> Kernel:
+        s, heads = self.spec, self.spec.num_attention_heads
+        row, latent = s.cache_row_dim, s.kv_lora_rank
+        # per key; the plan's costs are for one key, reports multiply by the context
+        cost = Cost(0, row * self.mode.act_bytes, 2 * heads * (row + latent))
+        summary = "absorbed MLA over the cache and the draft tree; bytes and operations per key"
+        splits = Extent(per_context=self.split)
+        if not self.fast:
+            generic = params.MlaAttentionF32(
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, tile=32,
+                scale=s.softmax_scale, block=_block_for(latent, 128),
+            )  # fmt: skip
+            grid = (ROW_EXTENT, Extent(heads), splits)
+            return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary)
+        smem = attention_smem(s)
+        mma = params.MlaAttentionMma(
+            name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, scale=s.softmax_scale,
+            smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
+        )  # fmt: skip
+        grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
+        return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
+
+    def _combine(self) -> Kernel:
+        s = self.spec
+        block = _block_for(s.kv_lora_rank, 128)
+        p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.split, self.mode.act, block)
+        width = s.num_attention_heads * s.kv_lora_rank
+        cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
+        return Kernel(
+            "mla_combine", "mla_combine.cu.j2", p, block, (ROW_EXTENT, Extent(s.num_attention_heads), ONE), 0, cost, "joins the splits"
+        )
+
+    # ---- mixture of experts -----------------------------------------------------------------------------------------
+
+    def _router_logits(self) -> Kernel:
+        s, experts = self.spec, self.spec.n_routed_experts or 0
+        p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, self.mode.act, 128)
+        cost = Cost(experts * s.hidden_size * 4, s.hidden_size * self.mode.act_bytes + experts * 4, 2 * experts * s.hidden_size)
+        grid = (Extent(-(-experts // 4)), Extent(per_tokens=GENERIC_TOKENS), ONE)
+        return Kernel("router_logits", "router_logits.cu.j2", p, 128, grid, 0, cost, "router logits in float32")
+
+    def _router_topk(self) -> Kernel:
+        s, experts = self.spec, self.spec.n_routed_experts or 0
+        softmax = s.scoring_func == "softmax"
+        comment = "Scores are a softmax over the experts." if softmax else "Scores are sigmoids."
+        if s.has_router_bias:
+            comment += " The bias corrects the choice only; weights are the scores themselves."
+        block = _block_for(experts, 512)
+        p = params.RouterTopK(
+            name="router_topk", experts=experts, top_k=s.num_experts_per_tok, groups=1 if s.topk_method == "greedy" else s.n_group,
+            topk_group=s.topk_group, group_top2=s.topk_method == "noaux_tc", softmax=softmax, has_bias=s.has_router_bias,
+            normalise=s.norm_topk_prob, routed_scaling=s.routed_scaling_factor, block=block, scoring_comment=comment,
+        )  # fmt: skip
+        cost = Cost(experts * 4, experts * 4 + s.num_experts_per_tok * 8, experts * 8)
+        return Kernel("router_topk", "router_topk.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "expert choice and weights")
+
+    def _moe_sort(self) -> Kernel:
+        experts, top_k = self.spec.n_routed_experts or 0, self.spec.num_experts_per_tok
+        block = _block_for(experts, 512)
+        p = params.MoeSort("moe_sort", experts, top_k, block)
+        return Kernel("moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(0, top_k * 8, 0), "assignments grouped by expert")
+
+    def _experts(self) -> tuple[Kernel, Kernel]:
+        s = self.spec
+        width, hidden = s.moe_intermediate_size, s.hidden_size
+        gate_up = self._expert("experts_gate_up", 2 * width, hidden, s.num_experts_per_tok, True, "routed SwiGLU: silu(gate) * up")
+        return gate_up, self._expert("experts_down", hidden, width, 1, False, "routed expert outputs, unweighted")
+
+    def _expert(self, name: str, rows: int, cols: int, per_x_row: int, gated: bool, summary: str) -> Kernel:
+        s, top_k = self.spec, self.spec.num_experts_per_tok
+        int4 = s.quantization is not None
+        outputs = rows // 2 if gated else rows
+        weight_bits = 4 + 16 / s.quantization.group_size if s.quantization else 8 * self.mode.weight_bytes
+        out: params.CType = self.mode.act if gated else "float"
+        cost = Cost(
+            bytes_fixed=int(top_k * rows * cols * weight_bits / 8),
+            bytes_per_token=top_k * (cols * self.mode.act_bytes + outputs * (4 if out == "float" else 2)),
+            flops_per_token=2 * top_k * rows * cols,
+        )
+        active = Extent(times=top_k, per_tokens=1, cap=s.n_routed_experts or 0)
+        comment = f"Weights are {self.mode.weight}."
+        if s.quantization:
+            comment = f"INT4 weights q * scale, one scale for {s.quantization.group_size} inputs."
+        if not self.fast:
+            slices = _slices(cols)
+            generic = params.ExpertsF32(
+                name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, slices=slices, tokens=GENERIC_TOKENS,
+                weight="unsigned char" if int4 else self.mode.weight, int4=int4,
+                group_size=s.quantization.group_size if s.quantization else 0, gated=gated, weight_comment=comment,
+            )  # fmt: skip
+            grid = (Extent(-(-outputs // 32)), active, ONE)
+            return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
+        warps = 4
+        mma = params.ExpertsMma(
+            name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, token_tiles=2, in_flight=4 if int4 else 8,
+            weight="unsigned char" if int4 else "uint4", int4=int4, out=out, gated=gated, weight_comment=comment,
+        )  # fmt: skip
+        grid = (Extent(-(-rows // 16 // warps)), active, ONE)
+        return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, grid, 0, cost, summary)
+
+    def _moe_combine(self) -> Kernel:
+        s = self.spec
+        block = _block_for(s.hidden_size)
+        p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, block)
+        cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
+        grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
+        return Kernel("moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts")
+
+    # ---- ends of a step ---------------------------------------------------------------------------------------------
+
+    def _embed(self) -> Kernel:
+        s, block = self.spec, _block_for(self.spec.hidden_size)
+        p = params.Embed("embed", s.hidden_size, "float" if s.dtype == "float32" else "bf16", block)
+        cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)), 0)
+        return Kernel("embed", "embed.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "token embedding into the residual")
+
+    def _argmax(self) -> Kernel:
+        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        p = params.Argmax("argmax", vocab, block)
+        return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
+
+    def _top_k(self) -> Kernel:
+        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        p = params.TopK("top_k", vocab, MAX_CANDIDATES, block)
+        cost = Cost(0, 2 * vocab * 4, 4 * vocab)
+        return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "candidates of each draft row")
+
+    def _chain_rows(self) -> Kernel:
+        p = params.ChainRows("chain_rows", 64)
+        return Kernel("chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 16, 0), "row metadata of a run of tokens")
+
+    def _advance(self) -> Kernel:
+        return Kernel("advance", "advance.cu.j2", params.Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits a run of tokens")
+
+    def _tree_build(self) -> Kernel:
+        p = params.TreeBuild("tree_build", MAX_NODES, MAX_CANDIDATES)
+        return Kernel("tree_build", "tree_build.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(0, 20, 0), "best-first draft tree")
+
+    def _tree_rows(self) -> Kernel:
+        p = params.TreeRows("tree_rows", MAX_NODES, MAX_PATH, 64)
+        return Kernel("tree_rows", "tree_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 20 + MAX_PATH * 4, 0), "row metadata of a tree")
+
+    def _tree_accept(self) -> Kernel:
+        p = params.TreeAccept("tree_accept", MAX_NODES)
+        return Kernel("tree_accept", "tree_accept.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(0, 12, 0), "greedy walk through the tree")
+
+    def _kv_compact(self) -> Kernel:
+        s = self.spec
+        block = _block_for(s.cache_row_dim, 128)
+        p = params.KvCompact("kv_compact", s.cache_row_dim, self.mode.act, block)
+        grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), ONE)
+        cost = Cost(0, 2 * s.num_hidden_layers * s.cache_row_dim * self.mode.act_bytes, 0)
+        return Kernel("kv_compact", "kv_compact.cu.j2", p, block, grid, 0, cost, "accepted cache rows to their positions")

@@ -1,0 +1,246 @@
+"""The templates' contexts: one frozen dataclass a template, whose fields are exactly the names the template uses as ``p.<field>``.
+
+``act`` is the C++ type of activations and cache rows (``float`` or ``bf16``), ``weight`` that of the stored weights, ``out``
+that of a kernel's output. Sizes are in elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CType = Literal["float", "bf16"]
+
+
+@dataclass(frozen=True)
+class Embed:
+    name: str
+    hidden: int
+    weight: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    name: str
+    width: int
+    x_stride: int
+    eps: float
+    act: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class LinearF32:
+    name: str
+    rows: int
+    cols: int
+    x_stride: int
+    x_batch_stride: int
+    y_stride: int
+    y_batch_stride: int
+    slices: int
+    tokens: int
+    weight: CType
+    gated: bool
+    bias: bool
+    accumulate: bool
+    epilogue_comment: str
+
+
+@dataclass(frozen=True)
+class LinearMma:
+    name: str
+    rows: int
+    cols: int
+    x_stride: int
+    x_batch_stride: int
+    y_stride: int
+    y_batch_stride: int
+    warps: int
+    token_tiles: int
+    in_flight: int
+    out: CType
+    gated: bool
+    bias: bool
+    accumulate: bool
+    epilogue_comment: str
+
+
+@dataclass(frozen=True)
+class RopeCache:
+    name: str
+    heads: int
+    kv_lora: int
+    rope: int
+    qk_head: int
+    kv_a_stride: int
+    kv_a_offset: int
+    eps: float
+    interleave: bool
+    act: CType
+    block: int
+    pairing_comment: str
+
+
+@dataclass(frozen=True)
+class MlaAttentionF32:
+    name: str
+    heads: int
+    kv_lora: int
+    row: int
+    max_path: int
+    split: int
+    tile: int
+    scale: float
+    block: int
+
+
+@dataclass(frozen=True)
+class MlaAttentionMma:
+    name: str
+    heads: int
+    kv_lora: int
+    row: int
+    max_path: int
+    split: int
+    scale: float
+    smem_comment: str
+
+
+@dataclass(frozen=True)
+class MlaCombine:
+    name: str
+    heads: int
+    kv_lora: int
+    split: int
+    act: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class RouterLogits:
+    name: str
+    hidden: int
+    experts: int
+    tokens: int
+    act: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class RouterTopK:
+    name: str
+    experts: int
+    top_k: int
+    groups: int
+    topk_group: int
+    group_top2: bool
+    softmax: bool
+    has_bias: bool
+    normalise: bool
+    routed_scaling: float
+    block: int
+    scoring_comment: str
+
+
+@dataclass(frozen=True)
+class MoeSort:
+    name: str
+    experts: int
+    top_k: int
+    block: int
+
+
+@dataclass(frozen=True)
+class ExpertsF32:
+    name: str
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    slices: int
+    tokens: int
+    weight: Literal["float", "bf16", "unsigned char"]
+    int4: bool
+    group_size: int
+    gated: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class ExpertsMma:
+    name: str
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    warps: int
+    token_tiles: int
+    in_flight: int
+    weight: Literal["uint4", "unsigned char"]
+    int4: bool
+    out: CType
+    gated: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class MoeCombine:
+    name: str
+    hidden: int
+    top_k: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Argmax:
+    name: str
+    vocab: int
+    block: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    name: str
+    vocab: int
+    max_candidates: int
+    block: int
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    name: str
+    block: int
+
+
+@dataclass(frozen=True)
+class Advance:
+    name: str
+
+
+@dataclass(frozen=True)
+class TreeBuild:
+    name: str
+    max_nodes: int
+    max_candidates: int
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    name: str
+    max_nodes: int
+    max_path: int
+    block: int
+
+
+@dataclass(frozen=True)
+class TreeAccept:
+    name: str
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class KvCompact:
+    name: str
+    row: int
+    act: CType
+    block: int

@@ -1,0 +1,224 @@
+"""Buffers, and the programs that run over them: ordered launches for prefill, decode, verify and the draft's top-k."""
+
+from __future__ import annotations
+
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Launch, Limits, Program, Stage
+from kdgen.plan.kernels import Mode, split_keys
+from kdgen.spec import Spec
+
+
+def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
+    """Device memory other than weights, sized for ``limits``."""
+    rows, heads = max(limits.max_tokens, MAX_NODES), spec.num_attention_heads
+    act: DType = "bf16" if mode.compute == "bf16" else "f32"
+    splits = max_splits(spec, mode, limits)
+    half = spec.qk_rope_head_dim // 2
+
+    def state(name: str, dtype: DType, *shape: int) -> Buffer:
+        return Buffer(name, dtype, shape, "state")
+
+    def work(name: str, dtype: DType, *shape: int) -> Buffer:
+        return Buffer(name, dtype, shape, "workspace")
+
+    found = [
+        state("cos_table", "f32", limits.capacity, half),
+        state("sin_table", "f32", limits.capacity, half),
+        state("kv_cache", act, spec.num_hidden_layers, limits.max_sequences, limits.capacity, spec.cache_row_dim),
+        state("sequence_length", "i32", limits.max_sequences),
+        state("root_token", "i32", limits.max_sequences),
+        state("draft_shape", "i32", 3),
+        state("draft_logits", "f32", MAX_PATH - 1, spec.vocab_size),
+        state("candidate_tokens", "i32", MAX_PATH, MAX_CANDIDATES),
+        state("candidate_log_probs", "f32", MAX_PATH, MAX_CANDIDATES),
+        state("tree_size", "i32", 1),
+        state("tree_token", "i32", MAX_NODES),
+        state("tree_parent", "i32", MAX_NODES),
+        state("tree_depth", "i32", MAX_NODES),
+        state("accepted_count", "i32", 1),
+        state("accepted_nodes", "i32", MAX_PATH),
+        state("accepted_tokens", "i32", MAX_PATH),
+        state("num_tokens", "i32", 1),
+        state("tokens", "i32", rows),
+        state("row_sequence", "i32", rows),
+        state("row_position", "i32", rows),
+        state("row_prefix", "i32", rows),
+        state("row_slot", "i32", rows),
+        state("row_path", "i32", rows, MAX_PATH),
+        state("next_token", "i32", rows),
+        state("logits", "f32", rows, spec.vocab_size),
+        work("residual", "f32", rows, spec.hidden_size),
+        work("hidden", act, rows, spec.hidden_size),
+        work("kv_a", "f32", rows, (spec.q_lora_rank or 0) + spec.cache_row_dim),
+        work("q", act, rows, heads, spec.qk_head_dim),
+        work("query", act, rows, heads, spec.cache_row_dim),
+        work("split_values", "f32", rows, splits, heads, spec.kv_lora_rank),
+        work("split_max", "f32", rows, splits, heads),
+        work("split_sum", "f32", rows, splits, heads),
+        work("latent", act, rows, heads, spec.kv_lora_rank),
+        work("attention", act, rows, heads, spec.v_head_dim),
+    ]
+    if spec.q_lora_rank is not None:
+        found.append(work("q_a", act, rows, spec.q_lora_rank))
+    if spec.first_k_dense_replace:
+        found.append(work("mlp", act, rows, spec.intermediate_size))
+    if spec.has_moe:
+        experts, top_k = spec.n_routed_experts or 0, spec.num_experts_per_tok
+        found += [
+            work("router_logits", "f32", rows, experts),
+            work("topk_experts", "i32", rows, top_k),
+            work("topk_weights", "f32", rows, top_k),
+            work("num_active", "i32", 1),
+            work("active_expert", "i32", experts),
+            work("active_begin", "i32", experts),
+            work("active_end", "i32", experts),
+            work("assignments", "i32", rows, top_k),
+            work("expert_mlp", act, rows, top_k, spec.moe_intermediate_size),
+            work("expert_output", "f32", rows, top_k, spec.hidden_size),
+        ]
+        if spec.shared_intermediate_size:
+            found.append(work("shared_mlp", act, rows, spec.shared_intermediate_size))
+    return tuple(found)
+
+
+def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
+    return -(-limits.capacity // split_keys(spec, mode.compute))
+
+
+def programs(spec: Spec, mode: Mode, limits: Limits) -> tuple[Program, ...]:
+    """Every program. ``prefill`` takes the tokens that the host wrote, ``decode`` the sequence's root token, ``verify`` a drafted tree."""
+    argmax = launch("argmax", buffer("num_tokens"), buffer("logits"), buffer("next_token"))
+    advance = launch("advance", buffer("num_tokens"), buffer("next_token"), buffer("sequence_length"), buffer("root_token"), integer(0))
+    forward = _forward(spec, mode, limits)
+    return (
+        Program("prefill", (Stage((_chain_rows(from_root=False),)), *forward, Stage((argmax, advance)))),
+        Program("decode", (Stage((_chain_rows(from_root=True),)), *forward, Stage((argmax, advance)))),
+        Program("verify", (Stage(_tree_launches()), *forward, Stage((argmax, *_commit_launches(limits))))),
+        Program("draft_top_k", (Stage((launch("top_k", *_buffers("draft_shape draft_logits candidate_tokens candidate_log_probs")),)),)),
+    )
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def launch(kernel: str, *args: Arg) -> Launch:
+    return Launch(kernel, args)
+
+
+def buffer(name: str) -> Arg:
+    return Arg("buffer", name)
+
+
+def weight(name: str) -> Arg:
+    return Arg("weight", name)
+
+
+def layer_weight(name: str) -> Arg:
+    return Arg("layer_weight", name)
+
+
+def integer(value: int) -> Arg:
+    return Arg("int", value=value)
+
+
+KV_CACHE = Arg("layer_buffer", "kv_cache")
+
+
+def _buffers(names: str) -> tuple[Arg, ...]:
+    return tuple(buffer(name) for name in names.split())
+
+
+# ---- before and after the model -------------------------------------------------------------------------------------
+
+
+def _chain_rows(from_root: bool) -> Launch:
+    names = "num_tokens tokens sequence_length root_token row_sequence row_position row_prefix row_slot"
+    return launch("chain_rows", *_buffers(names), integer(0), integer(int(from_root)))
+
+
+def _tree_launches() -> tuple[Launch, ...]:
+    build = "draft_shape candidate_tokens candidate_log_probs root_token tree_size tree_token tree_parent tree_depth"
+    tree = "tree_size tree_token tree_parent tree_depth sequence_length"
+    rows = "num_tokens tokens row_sequence row_position row_prefix row_slot row_path"
+    return launch("tree_build", *_buffers(build), integer(0)), launch("tree_rows", *_buffers(f"{tree} {rows}"), integer(0))
+
+
+def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
+    accept = (
+        "tree_size tree_token tree_parent next_token accepted_count accepted_nodes accepted_tokens sequence_length root_token"
+    )
+    compact = "accepted_count accepted_nodes row_sequence row_prefix kv_cache"
+    return (
+        launch("tree_accept", *_buffers(accept), integer(0)),
+        launch("kv_compact", *_buffers(compact), integer(limits.capacity), integer(limits.max_sequences)),
+    )
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def _forward(spec: Spec, mode: Mode, limits: Limits) -> tuple[Stage, ...]:
+    attention = _attention(spec, mode, limits)
+    dense, moe = spec.first_k_dense_replace, spec.moe_layers
+    stages = [Stage((launch("embed", *_buffers("num_tokens tokens"), weight("embed_tokens"), buffer("residual")),))]
+    if dense:
+        stages.append(Stage((*attention, *_dense_mlp()), (0, dense)))
+    if spec.has_moe:
+        stages.append(Stage((*attention, *_moe(spec)), moe))
+    head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
+    stages.append(Stage((_norm(weight("norm")), head)))
+    return tuple(stages)
+
+
+def _norm(gain: Arg) -> Launch:
+    return launch("rmsnorm_hidden", *_buffers("num_tokens residual"), gain, buffer("hidden"))
+
+
+def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
+    extra = (layer_weight(f"{name}_bias"),) if bias else ()
+    return launch(name, *_buffers(f"num_tokens {x}"), layer_weight(name), *extra, buffer(y))
+
+
+def _attention(spec: Spec, mode: Mode, limits: Limits) -> tuple[Launch, ...]:
+    capacity, splits = integer(limits.capacity), integer(max_splits(spec, mode, limits))
+    if spec.q_lora_rank is None:
+        queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
+    else:
+        queries = (
+            _linear("q_a_kv_a_proj", "hidden", "kv_a", spec.attention_bias),
+            launch("rmsnorm_q_a", *_buffers("num_tokens kv_a"), layer_weight("q_a_layernorm"), buffer("q_a")),
+            _linear("q_b_proj", "q_a", "q"),
+        )
+    rope = launch(
+        "rope_cache", *_buffers("num_tokens row_sequence row_position row_slot kv_a"), layer_weight("kv_a_layernorm"),
+        *_buffers("q cos_table sin_table"), KV_CACHE, buffer("query"), capacity,
+    )  # fmt: skip
+    attend = launch(
+        "mla_attention", *_buffers("num_tokens row_sequence row_position row_prefix row_path query"), KV_CACHE,
+        *_buffers("split_values split_max split_sum"), capacity, splits,
+    )  # fmt: skip
+    combine = launch("mla_combine", *_buffers("num_tokens row_position split_values split_max split_sum latent"), splits)
+    return (
+        _norm(layer_weight("input_layernorm")), *queries, rope, _linear("w_uk_absorb", "q", "query"), attend, combine,
+        _linear("w_uv_absorb", "latent", "attention"), _linear("o_proj", "attention", "residual", spec.attention_bias),
+        _norm(layer_weight("post_attention_layernorm")),
+    )  # fmt: skip
+
+
+def _dense_mlp() -> tuple[Launch, ...]:
+    return _linear("gate_up_proj", "hidden", "mlp"), _linear("down_proj", "mlp", "residual")
+
+
+def _moe(spec: Spec) -> tuple[Launch, ...]:
+    bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
+    lists = _buffers("num_active active_expert active_begin active_end assignments")
+    routed = (
+        launch("router_logits", *_buffers("num_tokens hidden"), layer_weight("router"), buffer("router_logits")),
+        launch("router_topk", *_buffers("num_tokens router_logits"), *bias, *_buffers("topk_experts topk_weights")),
+        launch("moe_sort", *_buffers("num_tokens topk_experts"), *lists),
+        launch("experts_gate_up", *lists, buffer("hidden"), layer_weight("experts_gate_up"), buffer("expert_mlp")),
+        launch("experts_down", *lists, buffer("expert_mlp"), layer_weight("experts_down"), buffer("expert_output")),
+        launch("moe_combine", *_buffers("num_tokens topk_weights expert_output residual")),
+    )
+    if not spec.shared_intermediate_size:
+        return routed
+    return *routed, _linear("shared_gate_up_proj", "hidden", "shared_mlp"), _linear("shared_down_proj", "shared_mlp", "residual")
