@@ -51,14 +51,14 @@ HARMLESS = _keys(
 WRAPPER_HARMLESS = HARMLESS | _keys("media_placeholder_token_id use_unified_vision_chunk video_placeholder vision_config")
 _WRAPPER_READ = _keys("model_type text_config quantization_config dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings")
 #: Keys allowed only at a value that leaves the computation as the kernels have it; null is such a value for each.
-FIXED: Mapping[str, Callable[[Any], bool]] = {
-    "layer_types": lambda v: isinstance(v, list) and all(kind == "full_attention" for kind in v),
-    "mlp_bias": lambda v: v is False,
-    "moe_layer_freq": lambda v: v == 1,
-    "partial_rotary_factor": lambda v: v == 1,
-    "sliding_window": lambda v: v is None,
-    "use_mla": lambda v: v is True,
-    "use_sliding_window": lambda v: v is False,
+FIXED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "layer_types": ("full_attention in every layer", lambda v: isinstance(v, list) and all(kind == "full_attention" for kind in v)),
+    "mlp_bias": ("false", lambda v: v is False),
+    "moe_layer_freq": ("1", lambda v: v == 1),
+    "partial_rotary_factor": ("1: all of qk_rope_head_dim is rotated", lambda v: v == 1),
+    "sliding_window": ("null", lambda v: v is None),
+    "use_mla": ("true", lambda v: v is True),
+    "use_sliding_window": ("false", lambda v: v is False),
 }
 _COPIED = _keys(
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim",
@@ -171,8 +171,7 @@ def _rope(config: _Reader) -> dict[str, Any]:
             rope.bad("rope_theta", f"contradicts rope_theta {show(found['rope_theta'])}")
         rope.only(_YARN | _keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
         rope.must("truncate", None, True, reason="YaRN without rounded bounds is not supported")
-        if not FIXED["partial_rotary_factor"](rope.get("partial_rotary_factor") or 1):
-            rope.bad("partial_rotary_factor", "must be 1: all of qk_rope_head_dim is rotated")
+        rope.must("partial_rotary_factor", None, 1, 1.0, reason="must be 1: all of qk_rope_head_dim is rotated")
         scaling = {name: value for name, value in rope.values.items() if name in _YARN and value is not None}
         if kinds == {"default"} and scaling.keys() - {"type"}:
             rope.bad("rope_type", f"missing or default, beside {', '.join(sorted(scaling.keys() - {'type'}))}")
@@ -238,13 +237,12 @@ def _text(config: _Reader, outer: _Reader | None, name: str) -> Spec:
         config.bad("model_type", f"not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
         raise SpecError(config.findings)
     config.only(HARMLESS | _READ, "config")
-    for key, fine in FIXED.items():
+    for key, (supported, fine) in FIXED.items():
         if config.get(key) is not None and not fine(config.get(key)):
-            config.bad(key, "not supported at this value")
+            config.bad(key, f"not supported; supported is {supported}")
     out: dict[str, Any] = {"name": name, "model_type": family}
     out |= {key: config.get(key) for key in _COPIED if key in config.values}
-    for key, value in (("q_lora_rank", None), ("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
-        out.setdefault(key, value)
+    out = {"hidden_act": "silu", "attention_bias": False, "rope_interleave": True} | out
     if outer is not None and "tie_word_embeddings" in outer.values:
         out.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
     if family == "deepseek_v2" and out["rope_interleave"] is not True:
@@ -265,8 +263,10 @@ def _text(config: _Reader, outer: _Reader | None, name: str) -> Spec:
         if any(q != quantizations[0] for q in quantizations):
             config.bad("quantization_config", "contradicts the wrapper's")
 
+    vocabulary = config.get("vocab_size")
+
     def inside(token: Any) -> bool:
-        return not (isinstance(token, int) and isinstance(out.get("vocab_size"), int) and not 0 <= token < out["vocab_size"])
+        return not (isinstance(token, int) and isinstance(vocabulary, int) and not 0 <= token < vocabulary)
 
     eos: list[Any] = []
     for c in (config, outer):

@@ -1,0 +1,280 @@
+"""Published checkpoints: safetensors folders, read tensor by tensor.
+
+Only headers are read up front. Each tensor is mapped when asked for and unmapped when dropped, so that a model of any
+size streams through the memory of its largest tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.errors import WeightError
+from kdgen.spec import Spec, TensorGroup
+
+Array = NDArray[Any]
+
+#: safetensors' element types that NumPy (with ml_dtypes) can hold.
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+#: safetensors' own limit on a header.
+_MAX_HEADER = 100 * 1024 * 1024
+_MAX_SHOWN = 20
+_PREFIX = "language_model."
+#: Parts of the wrapped multimodal models that decoding text does not touch.
+_SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
+#: What layers beyond the last decoder layer hold in a multi-token-prediction module and in no decoder layer.
+_MTP_MARK = "eh_proj.weight"
+
+
+def _raise(problems: Iterable[str]) -> None:
+    """One WeightError for all problems, if there are any; a long list is cut, with a count."""
+    lines = list(problems)
+    if lines:
+        more = [f"… and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
+        raise WeightError("\n".join(lines[:_MAX_SHOWN] + more))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: its file, first byte, safetensors dtype and shape."""
+
+    file: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Raises WeightError when the file is missing, cut short or no safetensors file."""
+
+    def bad(reason: str) -> WeightError:
+        return WeightError(f"{file.name}: {reason}")
+
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(8)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or length > min(_MAX_HEADER, size - 8):
+                raise bad(f"is truncated or no safetensors file ({size} bytes)")
+            text = stream.read(length)
+    except OSError as error:
+        raise bad(f"cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad("has a damaged header") from None
+    if not isinstance(header, dict):
+        raise bad("has a damaged header")
+    entries: dict[str, Entry] = {}
+    spans: list[tuple[int, int, str]] = []
+    for key, info in header.items():
+        if key == "__metadata__":
+            continue
+        try:
+            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            raise bad(f"has a damaged header entry for {key!r}") from None
+        if dtype not in DTYPES:
+            raise bad(f"{key}: element type {dtype!r} is not supported")
+        if not whole or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise bad(f"has a damaged header entry for {key!r}: shape, type and size disagree")
+        entries[key] = Entry(file, 8 + length + begin, dtype, shape)
+        spans.append((begin, end, key))
+    spans.sort()
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < end:
+            raise bad(f"has a damaged header: {first!r} and {second!r} overlap")
+    expected = 8 + length + (spans[-1][1] if spans else 0)
+    if size < expected:
+        raise bad(f"is truncated: {size} of {expected} bytes")
+    return entries
+
+
+def _index(file: Path) -> dict[str, str]:
+    """``weight_map`` of an index file: tensor name to shard name. Raises WeightError when damaged or pointing outside its folder."""
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        fine = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    except OSError as error:
+        raise WeightError(f"{file.name}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fine = False
+    if not fine:
+        raise WeightError(f"{file.name}: is no index: it must hold a weight_map from tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if PurePosixPath(name).is_absolute() or not _inside(name)]
+    _raise(f"{file.name}: points outside its folder: {name!r}" for name in outside)
+    return dict(weight_map)
+
+
+def _inside(name: str) -> bool:
+    return bool(name) and not re.search(r"[\\:\0]", name) and ".." not in PurePosixPath(name).parts
+
+
+class Checkpoint(Mapping[str, Array]):
+    """The tensors of a published model folder (or of one ``.safetensors`` file) by key, without a ``language_model.`` prefix.
+
+    A folder holds ``model.safetensors``, or shards and their ``*.safetensors.index.json``, or shards alone. Vision towers are
+    left out, and so are the buffers of rotary embeddings. Opening raises one WeightError that names every missing, truncated
+    or damaged file, and every tensor on which index and shards disagree.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        weight_map: dict[str, str] | None = None
+        if self.path.is_file():
+            files = [self.path]
+        elif (self.path / "model.safetensors").exists():
+            files = [self.path / "model.safetensors"]
+        elif indices := sorted(self.path.glob("*.safetensors.index.json")):
+            if len(indices) > 1:
+                raise WeightError(f"{self.path.name}: holds {len(indices)} index files, and which one counts is unclear")
+            self._index_name = indices[0].name
+            weight_map = _index(indices[0])
+            files = [self.path / name for name in sorted(set(weight_map.values()))]
+        else:
+            files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise WeightError(f"{self.path}: holds no safetensors file; expected model.safetensors, or shards with an index")
+        problems: list[str] = []
+        found: dict[str, Entry] = {}
+        for file in files:
+            if not file.is_file():
+                wanted = sum(name == file.name for name in (weight_map or {}).values())
+                problems.append(f"{file.name}: missing, and the index has {wanted} tensors in it")
+                continue
+            try:
+                header = read_header(file)
+            except WeightError as error:
+                problems.append(str(error))
+                continue
+            problems += [f"{file.name}: {key} is also in {found[key].file.name}" for key in header.keys() & found.keys()]
+            found |= header
+        if weight_map is not None and not problems:
+            for key, name in weight_map.items():
+                if key not in found or found[key].file != self.path / name:
+                    problems.append(f"{self._index_name}: {key} is not in {name}")
+            problems += [f"{found[key].file.name}: {key} is not in the index" for key in found.keys() - weight_map.keys()]
+        _raise(problems)
+        self._entries: dict[str, Entry] = {}
+        for key, entry in found.items():
+            if key.startswith(_SKIPPED) or key.endswith("rotary_emb.inv_freq"):
+                continue
+            short = key.removeprefix(_PREFIX)
+            if short in self._entries:
+                problems.append(f"{entry.file.name}: {short} is there with and without the prefix {_PREFIX}")
+            self._entries[short] = entry
+        _raise(problems)
+
+    def names(self) -> list[str]:
+        """Every tensor's key, sorted."""
+        return sorted(self._entries)
+
+    def entry(self, key: str) -> Entry:
+        """Where a tensor lies and what it is, without reading it. Raises WeightError when there is none."""
+        if key not in self._entries:
+            raise WeightError(f"{self.path.name}: tensor {key} is missing")
+        return self._entries[key]
+
+    def __getitem__(self, key: str) -> Array:
+        """The tensor as a read-only array mapped from the file (bfloat16 as ml_dtypes'); dropping it unmaps it.
+
+        Raises WeightError for a missing key (so does ``get``) and for a scale that is NaN or infinite.
+        """
+        entry = self.entry(key)
+        dtype = DTYPES[entry.dtype]
+        if entry.nbytes == 0:
+            return np.zeros(entry.shape, dtype)
+        raw = np.memmap(entry.file, np.uint8, "r", entry.offset, (entry.nbytes,))
+        array = np.ndarray(entry.shape, dtype, raw)
+        if not array.flags.aligned:  # a header whose length is no multiple of the item size
+            array = array.copy()
+        if key.endswith(".weight_scale") and not np.isfinite(array.astype(np.float32)).all():
+            raise WeightError(f"{entry.file.name}: {key} holds scales that are NaN or infinite")
+        return array
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def validate(self, spec: Spec) -> None:
+        """Check every tensor against the spec: there, nothing beside, right shape and type, INT4 shapes as stored.
+
+        Raises one WeightError listing everything wrong. Multi-token-prediction layers behind the last decoder layer are allowed,
+        and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for INT4's shapes;
+        scales are checked as they are read.
+        """
+        problems: list[str] = []
+        expected: set[str] = set()
+        for group in spec.tensors():
+            for key in group.keys():  # noqa: SIM118 - TensorGroup.keys, not a dict's
+                expected.add(key)
+                if key not in self._entries:
+                    problems.append(f"{self.path.name}: tensor {key} {list(group.shape)} is missing")
+                else:
+                    problems += self._mismatches(key, group, spec)
+        allowed = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+        for key in sorted(self._entries.keys() - expected - allowed):
+            if not self._is_mtp(key, spec):
+                problems.append(f"{self._entries[key].file.name}: tensor {key} {list(self._entries[key].shape)} is not part of this model")
+        _raise(problems)
+
+    def _mismatches(self, key: str, group: TensorGroup, spec: Spec) -> Iterator[str]:
+        entry, where = self._entries[key], self._entries[key].file.name
+        allowed = {
+            "matrix": ("BF16",) if spec.dtype == "bfloat16" else ("F32", "BF16"),
+            "small": ("BF16", "F32"),
+            "packed": ("I32",),
+            "scale": ("BF16",),
+            "shape": ("I64", "I32"),
+        }[group.kind]
+        if entry.shape != group.shape:
+            yield f"{where}: {key} has shape {list(entry.shape)}, the config says {list(group.shape)}"
+        elif entry.dtype not in allowed:
+            yield f"{where}: {key} is stored as {entry.dtype}, expected {' or '.join(allowed)}"
+        elif group.kind == "shape":
+            packed = self._entries.get(key.removesuffix("_shape") + "_packed")
+            stored = [int(n) for n in self[key]]
+            if packed is not None and len(packed.shape) == 2 and stored != [packed.shape[0], packed.shape[1] * 8]:
+                yield f"{where}: {key} says {stored}, the packed weights hold {[packed.shape[0], packed.shape[1] * 8]}"
+
+    def _is_mtp(self, key: str, spec: Spec) -> bool:
+        match = re.match(r"model\.layers\.(\d+)\.", key)
+        return bool(match and int(match[1]) >= spec.num_hidden_layers and match[0] + _MTP_MARK in self._entries)
