@@ -1,0 +1,277 @@
+"""The ``.kdtr`` container: a safetensors file whose metadata says what it holds. Any safetensors reader opens it.
+
+safetensors is eight bytes of header length, a JSON header (name, dtype, shape and byte range of every tensor, and string metadata),
+then the tensors one after another without gaps. Writing streams tensor by tensor behind a header made from shapes known beforehand;
+reading maps the file into memory. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kdgen.errors import WeightError
+from kdgen.plan.ir import DType
+
+FORMAT = "kdtr"
+FORMAT_VERSION = 1
+#: safetensors' own limit
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _numpy_dtypes()[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class KdtrMetadata:
+    """What a .kdtr file holds. ``spec`` and ``layout`` are JSON texts: the model, and how the tensors are packed."""
+
+    kind: str  #: "packed" (weights in a plan's layouts) or "reference" (what a model should compute)
+    spec: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a safetensors file, as its header has it. ``begin`` and ``end`` are bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked safetensors header: every tensor lies whole inside the file."""
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: tuple[TensorEntry, ...]
+    file_bytes: int
+
+
+class Kdtr:
+    """An open .kdtr file. Tensors are read-only views of the mapped file, read from disk as they are touched."""
+
+    def __init__(self, header: Header, metadata: KdtrMetadata) -> None:
+        self.path = header.path
+        self.metadata = metadata
+        self.tensors = tuple(TensorInfo(entry.name, _dtype(header.path, entry), entry.shape) for entry in header.tensors)
+        self._entries = {entry.name: entry for entry in header.tensors}
+        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(header.path, np.uint8, mode="r"))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
+        """The tensor called ``name``.
+
+        Raises WeightError when there is none.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise WeightError(f"{self.path}: no tensor {name!r}")
+        dtype = _numpy_dtypes()[_dtype(self.path, entry)]
+        return self._bytes[entry.begin : entry.end].view(dtype).reshape(entry.shape)
+
+
+def write_kdtr(
+    path: Path, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, npt.NDArray[np.generic]]], metadata: KdtrMetadata
+) -> None:
+    """Write ``tensors``, which must come as ``infos`` says, one at a time; ``path`` appears whole or not at all.
+
+    Raises WeightError when a tensor is missing, superfluous or not of its dtype and shape, or when the file cannot be written.
+    """
+    for name, count in Counter(["__metadata__", *(info.name for info in infos)]).items():
+        if count > 1:
+            raise WeightError(f"{path}: tensor name {name!r} is taken twice")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(_header_bytes(infos, metadata))
+            pending = iter(tensors)
+            for info in infos:
+                name, values = next(pending, ("", None))
+                _check_tensor(path, info, name, values)
+                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            if (extra := next(pending, None)) is not None:
+                raise WeightError(f"{path}: tensor {extra[0]!r} was not announced")
+        temporary.replace(path)
+    except OSError as error:
+        raise WeightError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_kdtr(path: Path) -> Kdtr:
+    """Open a .kdtr file.
+
+    Raises WeightError when it is damaged, truncated, not a .kdtr file, or of a newer format.
+    """
+    header = read_header(path)
+    return Kdtr(header, kdtr_metadata(header))
+
+
+def kdtr_metadata(header: Header) -> KdtrMetadata:
+    """The .kdtr part of a safetensors header.
+
+    Raises WeightError when there is none, or it is of another version or damaged.
+    """
+    found = header.metadata
+    if found.get("format") != FORMAT:
+        raise WeightError(f"{header.path}: a safetensors file, but not a .kdtr file")
+    version = found.get("format_version", "")
+    if version != str(FORMAT_VERSION):
+        raise WeightError(f"{header.path}: .kdtr format {version or 'unknown'}; this kdgen reads format {FORMAT_VERSION}")
+    for key in ("kind", "spec", "layout"):
+        if key not in found:
+            raise WeightError(f"{header.path}: damaged .kdtr metadata: no {key!r}")
+    for key in ("spec", "layout"):
+        try:
+            json.loads(found[key])
+        except (ValueError, RecursionError) as error:
+            raise WeightError(f"{header.path}: damaged .kdtr metadata: {key!r} is not JSON") from error
+    return KdtrMetadata(found["kind"], found["spec"], found["layout"])
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of any safetensors file.
+
+    Raises WeightError when the file cannot be read, is damaged or truncated, or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            file_bytes = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 10 or length > min(_MAX_HEADER, file_bytes - 8):
+                raise WeightError(f"{path}: not a safetensors file, or cut off in its header")
+            text = file.read(length)
+    except OSError as error:
+        raise WeightError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        content = json.loads(text.decode(), object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise WeightError(f"{path}: not a safetensors file: its header is not a JSON object")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WeightError(f"{path}: damaged header: __metadata__ is not a table of strings")
+    entries = sorted((_entry(path, name, value, 8 + length) for name, value in content.items()), key=lambda e: (e.begin, e.end))
+    position = 8 + length
+    for entry in entries:
+        if entry.begin != position:
+            raise WeightError(f"{path}: damaged header: tensor {entry.name!r} does not begin where the one before it ends")
+        position = entry.end
+    if position != file_bytes:
+        state = "cut off" if position > file_bytes else "damaged"
+        raise WeightError(f"{path}: {state}: {file_bytes} bytes, and its header describes {position}")
+    return Header(path, metadata, tuple(entries), file_bytes)
+
+
+def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
+    def numbers(key: str) -> list[int]:
+        found = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found):
+            raise WeightError(f"{path}: damaged header: {key!r} of tensor {name!r}")
+        return found
+
+    shape, offsets = numbers("shape"), numbers("data_offsets")
+    dtype = value.get("dtype") if isinstance(value, dict) else None
+    bits = _bits_per_element().get(dtype) if isinstance(dtype, str) else None
+    if not isinstance(dtype, str) or bits is None:
+        raise WeightError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}")
+    if len(offsets) != 2 or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * bits:
+        raise WeightError(f"{path}: damaged header: the size of tensor {name!r} does not fit its shape {shape} of {dtype}")
+    return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _header_bytes(infos: Sequence[TensorInfo], metadata: KdtrMetadata) -> bytes:
+    described: dict[str, object] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "kind": metadata.kind,
+            "spec": metadata.spec,
+            "layout": metadata.layout,
+        }
+    }
+    position = 0
+    for info in infos:
+        described[info.name] = {
+            "dtype": _SAFETENSORS_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [position, position + info.nbytes],
+        }
+        position += info.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_tensor(path: Path, info: TensorInfo, name: str, values: npt.NDArray[np.generic] | None) -> None:
+    if values is None:
+        raise WeightError(f"{path}: tensor {info.name!r} is missing")
+    if name != info.name:
+        raise WeightError(f"{path}: tensor {name!r} came where {info.name!r} was announced")
+    if values.dtype != _numpy_dtypes()[info.dtype] or values.shape != info.shape:
+        raise WeightError(f"{path}: tensor {name!r} is {values.dtype} {values.shape}, announced as {info.dtype} {info.shape}")
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key appears twice")
+    return table
+
+
+_SAFETENSORS_NAMES: Mapping[DType, str] = {"f32": "F32", "bf16": "BF16", "i32": "I32", "f64": "F64", "u8": "U8"}
+
+
+def _dtype(path: Path, entry: TensorEntry) -> DType:
+    for dtype, name in _SAFETENSORS_NAMES.items():
+        if name == entry.dtype:
+            return dtype
+    raise WeightError(f"{path}: tensor {entry.name!r} is {entry.dtype}, which .kdtr files do not use")
+
+
+def _numpy_dtypes() -> Mapping[DType, np.dtype[np.generic]]:
+    kinds: dict[DType, str] = {"f32": "<f4", "i32": "<i4", "f64": "<f8", "u8": "u1"}
+    return {**{key: np.dtype(kind) for key, kind in kinds.items()}, "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def _bits_per_element() -> Mapping[str, int]:
+    names = {
+        4: "F4",
+        6: "F6_E2M3 F6_E3M2",
+        8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+        16: "U16 I16 F16 BF16",
+        32: "U32 I32 F32",
+        64: "U64 I64 F64 C64",
+    }
+    return {name: bits for bits, listed in names.items() for name in listed.split()}
