@@ -30,10 +30,10 @@ __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
 }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-// a - b in each half, rounded to bf16
+// a - b in each half, rounded to bf16; as a * 1 + -b, because sub.bf16x2 begins with sm_90
 __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
   u32 r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
   return r;
 }
 
