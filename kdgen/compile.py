@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,9 @@ from kdgen.backends.base import Source
 from kdgen.cache import Cache, digest
 from kdgen.errors import BackendError, CompileError, KdgenError
 from kdgen.target import Target, target_for, targets
+
+#: cuda.core swaps entries of sys.modules while it is imported: a second thread importing it meanwhile finds half a package.
+_IMPORTING = threading.Lock()
 
 #: Part of every cache key; raise it when the entry's format or what is read from the log changes.
 SCHEMA = 1
@@ -197,7 +201,8 @@ def _compile(source: Source, target: Target, include: Path, headers: str, cache:
 
 def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
     """Compile; a line of JSON (log, seconds), then the cubin."""
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     flags = Flags()
     options = ProgramOptions(
