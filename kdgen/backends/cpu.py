@@ -1,0 +1,468 @@
+"""The CPU backend: generated kernels, unchanged, compiled by a C++ compiler and run on fibers, optionally under a checker.
+
+``templates/lib/cpu`` holds the CPU side of the primitives and the runtime (``runtime/``); this module compiles both through the
+cache and drives them. What is modelled and what is not: docs/cpu-backend.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kdgen.backends import host_compiler, line_table
+from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.host_compiler import HostCompiler
+from kdgen.cache import Cache
+from kdgen.errors import BackendError, CompileError
+from kdgen.plan.ir import ITEM_BYTES, DType
+from kdgen.resources import templates_dir
+
+Mode = Literal["plain", "shuffled", "checker"]
+
+SCHEMA = 1  # of what is cached; raise it when the meaning of an entry changes
+SHARED_LIMIT = 227 << 10  # dynamic shared memory a block may have, in bytes
+MAX_BLOCK = 1024
+MAX_GRID = (2**31 - 1, 65535, 65535)
+SLICE_MS = 50  # how long a launch may go on before Ctrl-C is looked at
+MAX_OS_THREADS = 32
+
+NUMPY_DTYPES: dict[DType, np.dtype[np.generic]] = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "i32": np.dtype(np.int32),
+    "f64": np.dtype(np.float64),
+    "u8": np.dtype(np.uint8),
+}
+
+_SHUFFLED, _LATE_COPIES, _CHECK = 1, 2, 4  # LaunchFlags in runtime/state.h
+_FLAGS: dict[Mode, int] = {"plain": 0, "shuffled": _SHUFFLED | _LATE_COPIES, "checker": _SHUFFLED | _LATE_COPIES | _CHECK}
+_FINISHED, _FAILED = 0, 1  # LaunchResult in runtime/runtime.cpp
+_LINE_FLAG = 0x80000000
+_NO_THREAD = 0xFFFFFFFF
+
+
+class _Kernel(ctypes.Structure):
+    """EmuKernel in emulator.h."""
+
+    _fields_ = (("call", ctypes.c_void_p), ("parameters", ctypes.c_char_p))
+
+
+class _Error(ctypes.Structure):
+    """EmuError in runtime/state.h."""
+
+    _fields_ = (
+        ("text", ctypes.c_char * 1024),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32),
+        ("where", ctypes.c_uint32),
+        ("other", ctypes.c_uint32),
+        ("buffer", ctypes.c_uint64),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """EmuLaunch in runtime/state.h."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_count", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("os_threads", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("slice_ms", ctypes.c_uint32),
+        ("next_block", ctypes.c_uint32),
+        ("error", _Error),
+    )
+
+
+@dataclass(frozen=True)
+class _LoadedKernel:
+    source: Source
+    address: int  # of its EmuKernel
+    parameters: str
+    library: Path
+
+
+class _Runtime:
+    """The runtime library, loaded once a process: allocations and fibers are its own, whoever launches."""
+
+    def __init__(self, path: Path, keep: object) -> None:
+        self.path = path
+        self.lock = threading.Lock()  # a launch goes on over several calls
+        self._keep = keep
+        library = ctypes.CDLL(str(path))
+        self._launch = library.emu_launch
+        self._launch.argtypes = (ctypes.c_void_p,)
+        self._alloc = library.emu_alloc
+        self._alloc.argtypes = (ctypes.c_size_t,)
+        self._alloc.restype = ctypes.c_void_p
+        self._free = library.emu_free
+        self._free.argtypes = (ctypes.c_void_p,)
+        self._free.restype = None
+        self._watch = library.emu_watch
+        self._watch.argtypes = (ctypes.c_void_p,)
+        self._host_wrote = library.emu_host_wrote
+        self._host_wrote.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._host_wrote.restype = None
+
+    def launch(self, launch: _Launch) -> int:
+        return int(self._launch(ctypes.addressof(launch)))
+
+    def alloc(self, nbytes: int, watched: bool) -> int:
+        with self.lock:
+            address = self._alloc(nbytes)
+            if not address or (watched and not self._watch(address)):
+                raise BackendError(f"out of memory for {nbytes} bytes of device memory")
+        return int(address)
+
+    def free(self, address: int) -> None:
+        with self.lock:
+            self._free(address)
+
+    def host_wrote(self, address: int, nbytes: int) -> None:
+        self._host_wrote(address, nbytes)
+
+
+class _Allocation:
+    """Guarded memory; given back when freed, or when nobody holds it any more."""
+
+    def __init__(self, runtime: _Runtime, nbytes: int, watched: bool) -> None:
+        self._runtime = runtime
+        self.nbytes = nbytes
+        self.address = runtime.alloc(max(nbytes, 1), watched)
+        self.label = ""
+
+    def free(self) -> None:
+        if self.address:
+            self._runtime.free(self.address)
+            self.address = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self.free()
+
+
+class CpuBackend(Backend):
+    """Runs kernels on this machine's processor.
+
+    ``plain`` runs threads in order, blocks on up to ``threads`` OS threads (all of the machine's by default). ``shuffled`` runs
+    threads and blocks in an order drawn from ``seed`` and finishes asynchronous copies as late as the kernel's waits allow.
+    ``checker`` does that too, and stops at the first race, uninitialised, misaligned or out-of-bounds access, unwaited copy or
+    divergence. Results do not depend on the mode, the seed or the number of OS threads, unless a kernel has a bug.
+    """
+
+    name = "cpu"
+
+    def __init__(self, mode: Mode = "plain", seed: int = 0, threads: int | None = None) -> None:
+        """Raises BackendError when ``mode`` or ``threads`` is nonsense. A missing compiler shows at the first use."""
+        if mode not in _FLAGS:
+            raise BackendError(f"no CPU backend mode {mode!r}; there are {', '.join(_FLAGS)}")
+        if threads is not None and threads < 1:
+            raise BackendError(f"threads is {threads}; at least one OS thread must run the kernels")
+        self.mode = mode
+        self.seed = seed
+        wanted = threads if threads is not None else _cpu_count()
+        self._os_threads = min(wanted, MAX_OS_THREADS) if mode == "plain" else 1
+        self.description = f"CPU emulator ({mode})"
+        self._kernels: dict[str, _LoadedKernel] = {}
+        self._allocations: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    # ---- kernels ----------------------------------------------------------
+
+    def load(self, sources: Sequence[Source]) -> None:
+        if not sources:
+            return
+        names = [source.name for source in sources]
+        if len(set(names)) != len(names):
+            raise CompileError(f"one load names a kernel twice: {', '.join(sorted(names))}")
+        for source in sources:
+            if not 1 <= source.block <= MAX_BLOCK:
+                raise CompileError(f"kernel {source.name}: a block of {source.block} threads; 1 to {MAX_BLOCK} are possible")
+            if not 0 <= source.smem <= SHARED_LIMIT:
+                raise CompileError(f"kernel {source.name}: {source.smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
+        compiler = host_compiler.find()
+        runtime = _runtime(compiler)
+        path = _kernel_library(compiler, runtime, tuple(sources), self.mode == "checker")
+        library = ctypes.CDLL(str(path))
+        loaded = {}
+        for source in sources:
+            entry = _Kernel.in_dll(library, f"emu_kernel_{source.name}")
+            loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), bytes(entry.parameters).decode(), path)
+        with self._lock:
+            self._kernels.update(loaded)
+
+    def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
+        loaded = self._kernels.get(kernel)
+        if loaded is None:
+            raise BackendError(f"kernel {kernel} is not loaded")
+        _check_launch(loaded, grid, block, smem)
+        slots = _slots(loaded, args)
+        launch = _Launch(
+            kernel=loaded.address,
+            slots=ctypes.addressof(slots),
+            slot_count=len(args),
+            grid=grid,
+            threads=block,
+            shared_bytes=smem,
+            os_threads=self._os_threads,
+            flags=_FLAGS[self.mode],
+            seed=self.seed & 0xFFFFFFFFFFFFFFFF,
+            slice_ms=SLICE_MS,
+        )
+        runtime = self._runtime
+        with runtime.lock:
+            while (result := runtime.launch(launch)) not in (_FINISHED, _FAILED):
+                pass  # between slices Python sees signals: Ctrl-C raises here, and the rest of the launch never happens
+        if result == _FAILED:
+            raise BackendError(_explain(loaded, launch.error, args))
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a launch returns when it has ended."""
+
+    # ---- memory -----------------------------------------------------------
+
+    @functools.cached_property
+    def _runtime(self) -> _Runtime:
+        return _runtime(host_compiler.find())
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        allocation = _Allocation(self._runtime, nbytes, self.mode == "checker")
+        return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
+
+    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
+        return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape).copy()
+
+    def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
+        """Raises BackendError when the dtype differs, the values are not C-contiguous, or they do not fit."""
+        expected = NUMPY_DTYPES[array.dtype]
+        if values.dtype != expected:
+            raise BackendError(f"write of {values.dtype} values into {_describe(array)}; it holds {expected}")
+        if not values.flags.c_contiguous:
+            raise BackendError(f"write into {_describe(array)}: the values are not C-contiguous")
+        start = offset * expected.itemsize
+        if offset < 0 or start + values.nbytes > array.nbytes:
+            held = array.nbytes // expected.itemsize
+            raise BackendError(f"write of {values.size} elements at {offset} into {_describe(array)}, which has {held}")
+        _view(array)[start : start + values.nbytes] = values.reshape(-1).view(np.uint8)
+        if self.mode == "checker":
+            self._runtime.host_wrote(array.address + start, values.nbytes)
+
+    def free(self, array: DeviceArray) -> None:
+        _allocation(array).free()
+
+    def label(self, array: DeviceArray, name: str) -> None:
+        """Call this memory ``name`` in error messages."""
+        _allocation(array).label = name
+
+
+# ---- arguments and checks -------------------------------------------------
+
+
+def _cpu_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _allocation(array: DeviceArray) -> _Allocation:
+    """The live memory behind ``array``. Raises BackendError when it was freed or belongs to another backend."""
+    allocation = array.handle
+    if not isinstance(allocation, _Allocation):
+        raise BackendError(f"{array.dtype}{list(array.shape)} is not memory of the CPU backend")
+    if not allocation.address:
+        raise BackendError(f"{array.dtype}{list(array.shape)} was freed and is used again")
+    if not allocation.address <= array.address <= array.address + array.nbytes <= allocation.address + allocation.nbytes:
+        raise BackendError(f"{array.dtype}{list(array.shape)} lies outside the memory that it was made from")
+    return allocation
+
+
+def _view(array: DeviceArray) -> npt.NDArray[np.uint8]:
+    """The array's bytes in place."""
+    _allocation(array)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.address))
+
+
+def _describe(array: DeviceArray) -> str:
+    allocation = array.handle
+    label = allocation.label if isinstance(allocation, _Allocation) else ""
+    shape = f"{array.dtype}{list(array.shape)}"
+    return f"{label} ({shape})" if label else shape
+
+
+def _check_launch(loaded: _LoadedKernel, grid: tuple[int, int, int], block: int, smem: int) -> None:
+    source = loaded.source
+    if not 1 <= block <= source.block:
+        raise BackendError(f"kernel {source.name}: launched with {block} threads a block; its launch bound is {source.block}")
+    if any(not 1 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)) or math.prod(grid) > MAX_GRID[0]:
+        raise BackendError(f"kernel {source.name}: grid {grid} is impossible; each dimension must be 1 to {MAX_GRID}")
+    if not 0 <= smem <= SHARED_LIMIT:
+        raise BackendError(f"kernel {source.name}: {smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
+    if smem > source.smem:
+        raise BackendError(f"kernel {source.name}: launched with {smem} bytes of dynamic shared memory; it was built for {source.smem}")
+
+
+def _slots(loaded: _LoadedKernel, args: Sequence[Argument]) -> ctypes.Array[ctypes.c_uint64]:
+    """The arguments as the thunk reads them. Raises BackendError when they do not fit the kernel's parameters."""
+    name = loaded.source.name
+    if len(args) != len(loaded.parameters):
+        raise BackendError(f"kernel {name}: {len(args)} arguments given, {len(loaded.parameters)} parameters declared")
+    values = []
+    for i, (arg, kind) in enumerate(zip(args, loaded.parameters, strict=True)):
+        if isinstance(arg, Pointer):
+            if kind != "p":
+                raise BackendError(f"kernel {name}: argument {i} is a pointer; the parameter is an integer")
+            _allocation(arg.array)
+            if not 0 <= arg.offset <= arg.array.nbytes:
+                raise BackendError(f"kernel {name}: argument {i} starts {arg.offset} bytes into {_describe(arg.array)}")
+            values.append(arg.array.address + arg.offset)
+        else:
+            if kind != "i":
+                raise BackendError(f"kernel {name}: argument {i} is an integer; the parameter is a pointer")
+            if not -(2**31) <= arg < 2**31:
+                raise BackendError(f"kernel {name}: argument {i} is {arg}, which does not fit an int32")
+            values.append(int(arg) & 0xFFFFFFFF)
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument]) -> str:
+    """The runtime's error with kernel, block, thread, source lines and buffers by name."""
+
+    def place(where: int) -> str:
+        if where & _LINE_FLAG:
+            return f"{loaded.source.name}.cu:{where & ~_LINE_FLAG}"
+        found = line_table.lookup(loaded.library, where) if where else None
+        return f"{found.file}:{found.line}" if found else "unknown line"
+
+    text = bytes(error.text).decode(errors="replace")
+    if error.buffer:
+        text = text.replace("{buffer}", _buffer_name(int(error.buffer), args))
+    text = text.replace("{other}", place(error.other))
+    thread = "" if error.thread == _NO_THREAD else f" block {tuple(error.block)} thread {error.thread}"
+    line = f" at {place(error.where)}" if error.where else ""
+    return f"kernel {loaded.source.name}{thread}{line}: {text}"
+
+
+def _buffer_name(address: int, args: Sequence[Argument]) -> str:
+    for i, arg in enumerate(args):
+        if isinstance(arg, Pointer) and isinstance(arg.array.handle, _Allocation) and arg.array.handle.address == address:
+            return f"{_describe(arg.array)}, argument {i}"
+    return f"the buffer at {address:#x}, which is no argument"
+
+
+# ---- building -------------------------------------------------------------
+
+
+def _library_root() -> Path:
+    return templates_dir() / "lib" / "cpu"
+
+
+@functools.cache
+def _library_hash(root: Path) -> str:
+    """Of every header and of the runtime."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Where libraries live that the cache would not take; gone with the process."""
+    return tempfile.TemporaryDirectory(prefix="kdgen-cpu-")
+
+
+def _cached_library(key: str, text: str, *, compiler: HostCompiler, flags: Sequence[str], libraries: Sequence[str], what: str) -> Path:
+    """The shared library built from ``text``, from the cache if it is there and whole."""
+    cache = Cache.default()
+    found = cache.get("cpu", key, ".so")
+    if found is not None:
+        return found
+    with tempfile.TemporaryDirectory(prefix="kdgen-cpu-") as directory:
+        source, output = Path(directory) / "unit.cpp", Path(directory) / "unit.so"
+        source.write_text(text)
+        compiler.build(source, output, flags=flags, libraries=libraries, what=what)
+        data = output.read_bytes()
+    stored = cache.put("cpu", key, ".so", data)
+    if stored is not None:
+        return stored
+    path = Path(_scratch().name) / f"{key}.{threading.get_ident()}.so"
+    path.write_bytes(data)
+    return path
+
+
+_runtime_lock = threading.Lock()
+
+
+@functools.cache
+def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
+    key = _key("runtime", compiler.identity, compiler.flags, _library_hash(root))
+    text = f'#include "{root / "runtime" / "runtime.cpp"}"\n'
+    path = _cached_library(
+        key,
+        text,
+        compiler=compiler,
+        flags=("-O2",),
+        libraries=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
+        what="the CPU backend's runtime",
+    )
+    return _Runtime(path, None)
+
+
+def _runtime(compiler: HostCompiler) -> _Runtime:
+    """The one runtime of this process. Raises CompileError when it does not build."""
+    with _runtime_lock:
+        return _runtime_for(compiler, _library_root())
+
+
+def _unit(sources: Sequence[Source]) -> str:
+    """All kernels as one translation unit, each under its own file name, with their exports."""
+    parts = ['#include "primitives.cuh"\n']
+    for source in sources:
+        parts.append(f'#line 1 "{source.name}.cu"\n{source.text}\n')
+    parts.append('#line 1 "exports"\n')
+    parts.extend(f"EMU_EXPORT({source.name})\n" for source in sources)
+    return "".join(parts)
+
+
+def _kernel_library(compiler: HostCompiler, runtime: _Runtime, sources: tuple[Source, ...], checker: bool) -> Path:
+    root = _library_root()
+    text = _unit(sources)
+    flags = ("-O1", *(("-DEMU_CHECKER", *compiler.checker_flags) if checker else ()))
+    key = _key("kernels", compiler.identity, compiler.flags, flags, _library_hash(root), text)
+    names = ", ".join(source.name for source in sources)
+    try:
+        return _cached_library(
+            key, text, compiler=compiler, flags=(*flags, f"-I{root}"), libraries=(str(runtime.path), "-Wl,-z,defs"), what=f"kernel {names}"
+        )
+    except CompileError as error:
+        log = str(error).partition(":\n")[2]
+        blamed = [s.name for s in sources if re.search(rf"(?<![\w.]){re.escape(s.name)}\.cu:\d+", log)]
+        if not blamed:
+            raise
+        raise CompileError(f"kernel {', '.join(blamed)}: {' '.join(compiler.command)} failed:\n{log}") from error

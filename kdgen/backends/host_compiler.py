@@ -1,0 +1,128 @@
+"""The C++ compiler that builds kernels for the CPU: which one, what it is, and how it is called."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kdgen.errors import BackendError, CompileError
+
+Family = Literal["gcc", "clang", "zig"]
+
+INSTALL_HINT = "Install one (`apt install g++`, or `pip install 'kdgen[compiler]'`), or point CXX at one."
+
+_COMMON = (
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",  # templates' statics must not merge across libraries
+    "-fno-strict-aliasing",  # kernels read memory as other types, as CUDA lets them
+    "-ffp-contract=off",  # the same bytes at every optimisation level
+    "-fno-math-errno",
+    "-fwrapv",
+    "-fsigned-char",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-stack-protector",
+    "-gdwarf-4",  # line tables in the version that line_table reads
+    "-g1",
+    "-w",
+)
+
+
+@dataclass(frozen=True)
+class HostCompiler:
+    """A working compiler. ``identity`` is what its ``--version`` says: part of every cache key."""
+
+    command: tuple[str, ...]
+    family: Family
+    identity: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Compile flags for kernels and runtime alike, this machine's vector instructions included."""
+        own = {
+            "gcc": ("-fno-gnu-unique", "-U_FORTIFY_SOURCE"),
+            "clang": ("-U_FORTIFY_SOURCE",),
+            "zig": ("-U_FORTIFY_SOURCE", "-fno-sanitize=undefined"),
+        }
+        return (*_COMMON, *own[self.family], *machine_flags())
+
+    @property
+    def checker_flags(self) -> tuple[str, ...]:
+        """What makes the compiler call the checker before each memory access."""
+        no_calls = {"gcc": ("--param", "tsan-instrument-func-entry-exit=0"), "clang": (), "zig": ()}
+        return ("-fsanitize=thread", *no_calls[self.family])
+
+    def build(self, source: Path, output: Path, *, flags: Sequence[str], libraries: Sequence[str], what: str) -> None:
+        """Compile ``source`` and link it into the shared library ``output``.
+
+        Two steps, because linking with ``-fsanitize=thread`` would bring the sanitizer's own library in.
+        Raises CompileError with the compiler's log; ``what`` names the thing being built.
+        """
+        objects = output.with_suffix(".o")
+        compile_only = [*self.command, *self.flags, *flags, "-x", "c++", "-c", str(source), "-o", str(objects)]
+        link = [*self.command, "-shared", "-Wl,-Bsymbolic", str(objects), *libraries, "-o", str(output)]
+        for command in (compile_only, link):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+            except OSError as error:
+                raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
+            if done.returncode:
+                raise CompileError(f"{what}: {' '.join(self.command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+
+
+def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
+    """The first that works of $CXX, g++, clang++, c++ and the ``ziglang`` package.
+
+    Raises BackendError, saying what to install, when there is none, or when $CXX names something that does not work.
+    """
+    if chosen := environ.get("CXX"):
+        compiler = _probe(tuple(shlex.split(chosen)), environ.get("PATH", ""))
+        if compiler is None:
+            raise BackendError(f"CXX is {chosen!r}, which is no working C++ compiler. Unset it or correct it.")
+        return compiler
+    candidates: list[tuple[str, ...]] = [("g++",), ("clang++",), ("c++",)]
+    if importlib.util.find_spec("ziglang") is not None:
+        candidates.append((sys.executable, "-m", "ziglang", "c++"))
+    for command in candidates:
+        if compiler := _probe(command, environ.get("PATH", "")):
+            return compiler
+    raise BackendError(f"No C++ compiler found (looked for $CXX, g++, clang++, c++, ziglang). {INSTALL_HINT}")
+
+
+@functools.cache
+def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
+    """What ``command`` is, or None when it does not run. ``path`` is the PATH to look in."""
+    if not command:
+        return None
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, env={**os.environ, "PATH": path, "LC_ALL": "C"})
+    except OSError:
+        return None
+    identity = done.stdout.strip()
+    if done.returncode or not identity:
+        return None
+    family: Family = "zig" if "ziglang" in command or "zig" in Path(command[0]).name else "clang" if "clang" in identity else "gcc"
+    return HostCompiler(command, family, identity)
+
+
+@functools.cache
+def machine_flags() -> tuple[str, ...]:
+    """Vector and FMA instructions where the processor has them: without FMA, ``fmaf`` is a slow library call."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ()
+    features = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return tuple(f"-m{name}" for name in ("avx2", "fma") if name in features)

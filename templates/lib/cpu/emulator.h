@@ -1,0 +1,118 @@
+// What a kernel built for the CPU and the emulator's runtime (runtime/) share: the per-thread state that threadIdx and
+// friends read, and the calls behind barriers, warp collectives, copies, atomics and the checker.
+// Only <stddef.h> and <stdint.h> are included: libstdc++ headers would cost ten times the compile time of the kernels.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct EmuWarp {
+  // operands of the collective that the lanes are gathering for
+  void* operand[32];
+  // shuffles: values in and out, and the lane each lane reads
+  uint64_t sent[32], received[32];
+  int from[32];
+};
+
+struct EmuLane {  // one CUDA thread
+  uint3 thread;
+  unsigned index;  // lane in its warp
+  EmuWarp* warp;
+};
+
+struct EmuContext {  // the block that this OS thread is running
+  EmuLane* lane;     // the CUDA thread that is running now
+  uint3 block, block_dim, grid_dim;
+  char* dynamic_shared;
+};
+
+// what a collective does, once, for all lanes of `mask`
+typedef void (*EmuWarpStep)(EmuWarp* warp, unsigned mask, int line);
+
+struct EmuKernel {
+  void (*call)(const uint64_t* slots);  // one 8-byte slot an argument
+  const char* parameters;               // 'p' pointer, 'i' 32-bit integer
+};
+
+enum EmuAtomicOp { EMU_ADD, EMU_MIN, EMU_MAX, EMU_EXCHANGE, EMU_CAS, EMU_AND, EMU_OR, EMU_XOR };
+enum EmuAtomicType { EMU_I32, EMU_U32, EMU_U64 };
+
+#define EMU_API extern "C" __attribute__((visibility("default")))
+
+// initial-exec: a read of threadIdx is then two loads, not a call
+extern "C" __attribute__((visibility("default"), tls_model("initial-exec"))) thread_local EmuContext* emu_context;
+
+// `line` is always the source line of the call in the kernel's text
+EMU_API void emu_sync_block(int line);
+EMU_API void emu_sync_warp(unsigned mask, int line);
+EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int line, const char* what);
+EMU_API void emu_shuffle(unsigned mask, int from, int line, const char* what);
+EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line);
+EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line);
+EMU_API void emu_copy_commit();
+EMU_API void emu_copy_wait(int groups);
+EMU_API void emu_fence();
+EMU_API void emu_yield();
+EMU_API unsigned emu_active_mask();
+EMU_API uint64_t emu_atomic(EmuAtomicOp op, EmuAtomicType type, void* p, uint64_t value, uint64_t compare, int line);
+EMU_API __attribute__((noreturn)) void emu_fail(const char* what, int line);
+// checker only: a read or write of `bytes` at `p` by lane `index` of the running warp
+EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index, int line);
+
+#ifdef EMU_CHECKER
+#define EMU_TOUCH(p, bytes, write, index, line) emu_touch((p), (bytes), (write), (index), (line))
+#else
+#define EMU_TOUCH(p, bytes, write, index, line) (void)(line)
+#endif
+
+// ---- kernel export: unpack slots into the kernel's own parameter types ----
+template <size_t... I>
+struct EmuIndices {};
+template <size_t N, size_t... I>
+struct EmuMakeIndices : EmuMakeIndices<N - 1, N - 1, I...> {};
+template <size_t... I>
+struct EmuMakeIndices<0, I...> {
+  typedef EmuIndices<I...> type;
+};
+template <class T>
+struct EmuKind {
+  static_assert(sizeof(T) == 0, "kernel parameters are pointers and 32-bit integers");
+};
+template <class T>
+struct EmuKind<T*> {
+  static constexpr char value = 'p';
+};
+template <>
+struct EmuKind<int> {
+  static constexpr char value = 'i';
+};
+template <>
+struct EmuKind<unsigned> {
+  static constexpr char value = 'i';
+};
+template <class T>
+struct EmuPlain {
+  typedef T type;
+};
+template <class T>
+struct EmuPlain<const T> {
+  typedef T type;
+};
+template <auto Kernel>
+struct EmuThunk;
+template <class... A, void (*Kernel)(A...)>
+struct EmuThunk<Kernel> {
+  template <size_t... I>
+  static void unpack(const uint64_t* slots, EmuIndices<I...>) {
+    (void)slots;
+    Kernel(*reinterpret_cast<const typename EmuPlain<A>::type*>(slots + I)...);
+  }
+  static void call(const uint64_t* slots) { unpack(slots, typename EmuMakeIndices<sizeof...(A)>::type{}); }
+  static constexpr char parameters[] = {EmuKind<typename EmuPlain<A>::type>::value..., 0};
+};
+#define EMU_EXPORT(name)                                                         \
+  EMU_API const EmuKernel emu_kernel_##name;                                     \
+  const EmuKernel emu_kernel_##name = {&EmuThunk<&name::name>::call, EmuThunk<&name::name>::parameters};

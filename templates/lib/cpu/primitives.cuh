@@ -1,0 +1,150 @@
+// Device primitives, CPU side: the twin of ../gpu/primitives.cuh, name for name and meaning for meaning.
+// What a whole warp does together (mma, ldmatrix, reductions) is done once, by the last lane to arrive, for all 32 lanes:
+// nobody sees it half done, and it costs one pass instead of 32.
+#pragma once
+#include "cuda_language.h"
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// ---- bfloat16: storage only; arithmetic is float32 ------------------------
+struct alignas(2) bf16 {
+  unsigned short bits;
+};
+
+static inline unsigned short emu_round_bf16(float x) {  // to nearest even; a NaN becomes the GPU's canonical one
+  const u32 u = __float_as_uint(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return (unsigned short)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return bf16{emu_round_bf16(x)}; }
+__device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) { return (u32)emu_round_bf16(hi) << 16 | emu_round_bf16(lo); }
+__device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
+__device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
+// float32 holds more than twice bfloat16's digits, so rounding twice is rounding once
+__device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
+  return pack_bf16x2(bf16x2_lo(a) - bf16x2_lo(b), bf16x2_hi(a) - bf16x2_hi(b));
+}
+
+// ---- shared memory --------------------------------------------------------
+#define SHARED_ARRAY(T, name, ...)                                                     \
+  static char name##_site;                                                             \
+  T(&name) __VA_ARGS__ = *reinterpret_cast<T(*) __VA_ARGS__>(                          \
+      emu_shared_array(&name##_site, sizeof(T __VA_ARGS__), alignof(T) < 16 ? 16 : alignof(T), __LINE__))
+#define SHARED_DYNAMIC(T, name) T* name = reinterpret_cast<T*>(emu_context->dynamic_shared)
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32) reinterpret_cast<uintptr_t>(p); }
+
+// ---- tensor cores ---------------------------------------------------------
+struct EmuMma {
+  float* d;
+  const u32 *a, *b;
+};
+// fragments: lane l holds rows l/4 and l/4 + 8 of a and d, column l/4 of b, and of k the pairs 2*(l%4) and 2*(l%4) + 8
+static void emu_mma_step(EmuWarp* warp, unsigned, int) {
+  typedef float Row __attribute__((vector_size(32), aligned(32)));
+  EmuMma* const* lanes = reinterpret_cast<EmuMma**>(warp->operand);
+  alignas(32) float a[16][16], b[16][8], d[16][8];
+  for (int l = 0; l < 32; ++l) {
+    const int g = l >> 2, t = (l & 3) * 2;
+    const EmuMma& m = *lanes[l];
+    for (int half = 0; half < 2; ++half) {
+      const int k = t + half * 8;
+      a[g][k] = bf16x2_lo(m.a[2 * half]);
+      a[g][k + 1] = bf16x2_hi(m.a[2 * half]);
+      a[g + 8][k] = bf16x2_lo(m.a[2 * half + 1]);
+      a[g + 8][k + 1] = bf16x2_hi(m.a[2 * half + 1]);
+      b[k][g] = bf16x2_lo(m.b[half]);
+      b[k + 1][g] = bf16x2_hi(m.b[half]);
+      d[g + 8 * half][t] = m.d[2 * half];
+      d[g + 8 * half][t + 1] = m.d[2 * half + 1];
+    }
+  }
+  for (int row = 0; row < 16; ++row) {
+    Row sum = *reinterpret_cast<const Row*>(d[row]);
+    for (int k = 0; k < 16; ++k) sum += a[row][k] * *reinterpret_cast<const Row*>(b[k]);
+    *reinterpret_cast<Row*>(d[row]) = sum;
+  }
+  for (int l = 0; l < 32; ++l) {
+    const int g = l >> 2, t = (l & 3) * 2;
+    float* out = lanes[l]->d;
+    out[0] = d[g][t];
+    out[1] = d[g][t + 1];
+    out[2] = d[g + 8][t];
+    out[3] = d[g + 8][t + 1];
+  }
+}
+static inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], EMU_HERE) {
+  EmuMma operand{d, a, b};
+  emu_collective(0xffffffffu, emu_mma_step, &operand, line, "mma_m16n8k16_bf16");
+}
+
+struct EmuLoadMatrix {
+  u32* r;
+  const void* row;
+};
+template <int N, bool Transposed>
+static void emu_ldmatrix_step(EmuWarp* warp, unsigned, int line) {
+  EmuLoadMatrix* const* lanes = reinterpret_cast<EmuLoadMatrix**>(warp->operand);
+  for (int matrix = 0; matrix < N; ++matrix)
+    for (int row = 0; row < 8; ++row) {
+      const void* p = lanes[matrix * 8 + row]->row;
+      if (reinterpret_cast<uintptr_t>(p) & 15) emu_fail("ldmatrix: a row address is not a multiple of 16", line);
+      EMU_TOUCH(p, 16, false, matrix * 8 + row, line);
+      unsigned short values[8];
+      __builtin_memcpy(values, p, 16);
+      for (int i = 0; i < 8; ++i) {
+        const int r = Transposed ? i : row, c = Transposed ? row : i;  // element (r, c): lane 4r + c/2, half c%2
+        u32& out = lanes[r * 4 + c / 2]->r[matrix];
+        out = c & 1 ? (out & 0xffffu) | (u32)values[i] << 16 : (out & 0xffff0000u) | values[i];
+      }
+    }
+}
+template <int N, bool Transposed>
+static inline void emu_ldmatrix(u32 (&r)[N], const void* row, int line) {
+  u32 out[N] = {};
+  EmuLoadMatrix operand{out, row};
+  emu_collective(0xffffffffu, emu_ldmatrix_step<N, Transposed>, &operand, line, "ldmatrix");
+  for (int i = 0; i < N; ++i) r[i] = out[i];
+}
+static inline void ldmatrix_x4(u32 (&r)[4], const void* row, EMU_HERE) { emu_ldmatrix<4, false>(r, row, line); }
+static inline void ldmatrix_x2(u32 (&r)[2], const void* row, EMU_HERE) { emu_ldmatrix<2, false>(r, row, line); }
+static inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, EMU_HERE) { emu_ldmatrix<4, true>(r, row, line); }
+static inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, EMU_HERE) { emu_ldmatrix<2, true>(r, row, line); }
+
+// ---- copies ---------------------------------------------------------------
+static inline void cp_async_16(void* dst, const void* src, bool valid, EMU_HERE) { emu_copy_async(dst, src, valid, line); }
+static inline void cp_async_commit() { emu_copy_commit(); }
+template <int N>
+static inline void cp_async_wait() { emu_copy_wait(N); }
+static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
+
+// ---- warps ----------------------------------------------------------------
+// the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
+template <bool Max>
+static void emu_reduce_step(EmuWarp* warp, unsigned, int) {
+  float v[32], next[32];
+  for (int l = 0; l < 32; ++l) v[l] = *static_cast<float*>(warp->operand[l]);
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    for (int l = 0; l < 32; ++l) next[l] = Max ? fmaxf(v[l], v[l ^ offset]) : v[l] + v[l ^ offset];
+    for (int l = 0; l < 32; ++l) v[l] = next[l];
+  }
+  for (int l = 0; l < 32; ++l) *static_cast<float*>(warp->operand[l]) = v[l];
+}
+static inline float warp_sum(float v, EMU_HERE) {
+  emu_collective(0xffffffffu, emu_reduce_step<false>, &v, line, "warp_sum");
+  return v;
+}
+static inline float warp_max(float v, EMU_HERE) {
+  emu_collective(0xffffffffu, emu_reduce_step<true>, &v, line, "warp_max");
+  return v;
+}
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }

@@ -1,0 +1,46 @@
+// How the checker sees accesses: kernels are compiled with -fsanitize=thread, whose calls before each access are answered here.
+// libtsan is not linked; these functions are its whole interface as far as kernels need it. Atomics never reach it: they are
+// calls of the runtime (copies.h).
+#pragma once
+#include "checker.h"
+
+static inline void hook(const volatile void* p, size_t bytes, bool write, void* pc) {
+  Worker* w = current();
+  if (!w || !w->running || !(w->launch->flags & CHECK)) return;
+  const Where where = static_cast<Where>(reinterpret_cast<uintptr_t>(pc) - 1 - checker().module_start);
+  check_access(w, current_lane(w), reinterpret_cast<uintptr_t>(p), static_cast<unsigned>(bytes), write, where);
+}
+#define HERE __builtin_return_address(0)
+#define EMU_HOOKS(bytes)                                                                       \
+  EMU_API void __tsan_read##bytes(void* p) { hook(p, bytes, false, HERE); }                    \
+  EMU_API void __tsan_write##bytes(void* p) { hook(p, bytes, true, HERE); }                    \
+  EMU_API void __tsan_unaligned_read##bytes(void* p) { hook(p, bytes, false, HERE); }          \
+  EMU_API void __tsan_unaligned_write##bytes(void* p) { hook(p, bytes, true, HERE); }          \
+  EMU_API void __tsan_volatile_read##bytes(void* p) { hook(p, bytes, false, HERE); }           \
+  EMU_API void __tsan_volatile_write##bytes(void* p) { hook(p, bytes, true, HERE); }           \
+  EMU_API void __tsan_unaligned_volatile_read##bytes(void* p) { hook(p, bytes, false, HERE); } \
+  EMU_API void __tsan_unaligned_volatile_write##bytes(void* p) { hook(p, bytes, true, HERE); }
+EMU_HOOKS(1)
+EMU_HOOKS(2)
+EMU_HOOKS(4)
+EMU_HOOKS(8)
+EMU_HOOKS(16)
+EMU_API void __tsan_read_range(void* p, unsigned long bytes) { hook(p, bytes, false, HERE); }
+EMU_API void __tsan_write_range(void* p, unsigned long bytes) { hook(p, bytes, true, HERE); }
+EMU_API void __tsan_read_write1(void* p) { hook(p, 1, true, HERE); }
+EMU_API void __tsan_read_write2(void* p) { hook(p, 2, true, HERE); }
+EMU_API void __tsan_read_write4(void* p) { hook(p, 4, true, HERE); }
+EMU_API void __tsan_read_write8(void* p) { hook(p, 8, true, HERE); }
+EMU_API void __tsan_read_write16(void* p) { hook(p, 16, true, HERE); }
+EMU_API void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+  hook(from, bytes, false, HERE);
+  hook(to, bytes, true, HERE);
+  return memcpy(to, from, bytes);
+}
+EMU_API void* __tsan_memset(void* p, int value, size_t bytes) {
+  hook(p, bytes, true, HERE);
+  return memset(p, value, bytes);
+}
+EMU_API void __tsan_func_entry(void*) {}
+EMU_API void __tsan_func_exit() {}
+EMU_API void __tsan_init() {}

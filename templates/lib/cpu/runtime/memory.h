@@ -1,0 +1,145 @@
+// Device memory: every allocation ends at a page that may not be touched (less what 256-byte alignment leaves, which holds a
+// canary), starts after another, and is filled with poison. Shared arrays come from a worker's arena.
+#pragma once
+#include <string.h>
+#include <sys/mman.h>
+#include <map>
+#include <mutex>
+#include "scheduler.h"
+
+// What the checker remembers of one byte: who wrote it last, and the readers a later write could race with.
+struct Cell {
+  uint32_t write_tick, read_tick, read2_tick, other_block_tick;
+  Where write_where, read_where;
+  uint16_t writer, reader, reader2;
+  uint8_t state;  // CellState
+  uint8_t unused;
+};
+enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT };
+
+struct Allocation {
+  char* base;
+  size_t mapped;
+  char* p;
+  size_t bytes;
+  // checker: made when first needed; pages cost nothing until touched
+  Cell* cells = nullptr;
+  unsigned char* written = nullptr;
+};
+
+struct Allocations {
+  std::mutex mutex;
+  std::map<uintptr_t, Allocation> by_end;  // keyed by the last address, so that upper_bound finds the owner
+};
+static Allocations& allocations() {
+  static Allocations* all = new Allocations;  // never destroyed: kernels may run while the process ends
+  return *all;
+}
+
+static char* map_pages(size_t bytes, int protection) {
+  void* p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
+}
+
+static Allocation* find_allocation(uintptr_t p) {
+  auto& all = allocations().by_end;
+  auto it = all.lower_bound(p);
+  return it != all.end() && p >= reinterpret_cast<uintptr_t>(it->second.p) ? &it->second : nullptr;
+}
+// the allocation that ends before or starts after p and is nearest, if any is near: for messages
+static Allocation* nearest_allocation(uintptr_t p) {
+  const uintptr_t near = 1 << 20;
+  auto& all = allocations().by_end;
+  auto after = all.lower_bound(p);
+  Allocation* best = nullptr;
+  uintptr_t distance = near;
+  if (after != all.end()) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(after->second.p);
+    const uintptr_t d = p >= start ? 0 : start - p;
+    if (d < distance) {
+      best = &after->second;
+      distance = d;
+    }
+  }
+  if (after != all.begin()) {
+    --after;
+    if (p - after->first < distance) best = &after->second;
+  }
+  return best;
+}
+
+EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
+  const size_t body = (bytes + 255) & ~size_t(255);
+  const size_t pages = (body + PAGE - 1) & ~(PAGE - 1);
+  char* base = map_pages(pages + 2 * PAGE, PROT_NONE);
+  if (!base) return nullptr;
+  if (mprotect(base + PAGE, pages, PROT_READ | PROT_WRITE)) {
+    munmap(base, pages + 2 * PAGE);
+    return nullptr;
+  }
+  memset(base + PAGE, POISON, pages);
+  char* p = base + PAGE + pages - body;
+  Allocations& all = allocations();
+  std::lock_guard<std::mutex> hold(all.mutex);
+  all.by_end[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = {base, pages + 2 * PAGE, p, bytes};
+  return p;
+}
+
+static bool all_poison(const char* start, const char* end) {  // as fast as memcmp: the second byte equals the first, and so on
+  if (start == end) return true;
+  return static_cast<unsigned char>(*start) == POISON && !memcmp(start, start + 1, static_cast<size_t>(end - start) - 1);
+}
+static bool canary_intact(const Allocation& a) {
+  return all_poison(a.p + a.bytes, a.base + a.mapped - PAGE) && all_poison(a.base + PAGE, a.p);
+}
+
+EMU_API void emu_free(void* p) {
+  Allocations& all = allocations();
+  std::lock_guard<std::mutex> hold(all.mutex);
+  Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
+  if (!a || a->p != p) return;
+  if (a->cells) munmap(a->cells, a->bytes * sizeof(Cell));
+  if (a->written) munmap(a->written, a->bytes);
+  munmap(a->base, a->mapped);
+  all.by_end.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
+}
+
+static bool has_shadow(const Allocation* a) { return a->cells && a->written; }
+static bool make_shadow(Allocation* a) {
+  if (has_shadow(a) || !a->bytes) return true;
+  a->cells = reinterpret_cast<Cell*>(map_pages(a->bytes * sizeof(Cell), PROT_READ | PROT_WRITE));
+  a->written = reinterpret_cast<unsigned char*>(map_pages(a->bytes, PROT_READ | PROT_WRITE));
+  return has_shadow(a);
+}
+// The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
+EMU_API int emu_watch(void* p) {
+  std::lock_guard<std::mutex> hold(allocations().mutex);
+  Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
+  return a && make_shadow(a);
+}
+EMU_API void emu_host_wrote(void* p, size_t bytes) {
+  std::lock_guard<std::mutex> hold(allocations().mutex);
+  Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
+  if (a && has_shadow(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
+}
+
+// ---- shared memory --------------------------------------------------------
+// Every thread of a block asks for the array of a declaration, and gets the same one.
+EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line) {
+  Worker* w = current();
+  for (const SharedArray& a : w->arrays)
+    if (a.site == site) return a.p;
+  const size_t start = (w->arena_used + align - 1) & ~(align - 1);
+  size_t total = bytes;
+  for (const SharedArray& a : w->arrays) total += a.bytes;
+  if (total > STATIC_LIMIT || start + bytes + RED_ZONE > STATIC_ARENA)
+    fail(w, {current_lane(w), at_line(line)}, "%zu bytes of static shared memory; a block may have %zu", total, STATIC_LIMIT);
+  if (total + w->launch->shared_bytes > SHARED_LIMIT)
+    fail(w, {current_lane(w), at_line(line)}, "%zu bytes of static and %u of dynamic shared memory; a block may have %zu", total,
+         w->launch->shared_bytes, SHARED_LIMIT);
+  char* p = w->arena + start;
+  w->arena_used = start + bytes + RED_ZONE;
+  memset(p, POISON, bytes);
+  w->arrays.push_back({site, p, bytes});
+  return p;
+}

@@ -1,0 +1,235 @@
+// Which lane runs next, barriers, and what warps do together. A lane runs until it must wait; plain order then takes the next
+// lane of the warp, shuffled order any. A collective is performed by the last lane to arrive, for all of them.
+#pragma once
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include "state.h"
+
+static void fail(Worker* w, const Blame& blame, const char* format, ...) {
+  EmuError& e = w->error;
+  va_list args;
+  va_start(args, format);
+  vsnprintf(e.text, sizeof e.text, format, args);
+  va_end(args);
+  e.block[0] = w->block.x;
+  e.block[1] = w->block.y;
+  e.block[2] = w->block.z;
+  e.thread = blame.lane->linear;
+  e.where = blame.where;
+  e.other = blame.other;
+  e.buffer = blame.buffer;
+  w->failed = true;
+  void* dead;
+  emu_switch(&dead, w->launcher_sp);
+  abort();  // nobody resumes a failed block
+}
+EMU_API void emu_fail(const char* what, int line) {
+  Worker* w = current();
+  fail(w, {current_lane(w), at_line(line)}, "%s", what);
+}
+
+// Nobody can run: say who waits where.
+__attribute__((noinline, noreturn)) static void fail_stuck(Worker* w) {
+  char text[600];
+  int n = 0;
+  Lane* culprit = current_lane(w);
+  Where where = 0;
+  int shown = 0;
+  for (unsigned i = 0; i < w->warp_count; ++i) {
+    Warp& warp = w->warps[i];
+    for (unsigned waiting : {warp.at_collective, warp.at_barrier}) {
+      if (!waiting) continue;
+      Lane* first = warp.lanes[__builtin_ctz(waiting)];
+      if (!where) {
+        culprit = first;
+        where = at_line(first->line);
+      }
+      if (shown++ < 6)
+        n += snprintf(text + n, sizeof text - n, "; lanes %08x of warp %u wait at %s (line %d)", waiting, i, first->what, first->line);
+    }
+    const unsigned width = w->threads - 32 * i;
+    const unsigned exited = (width >= 32 ? ~0u : (1u << width) - 1) & ~warp.alive;
+    if (exited && shown++ < 6) n += snprintf(text + n, sizeof text - n, "; lanes %08x of warp %u have ended", exited, i);
+  }
+  fail(w, {culprit, where}, "divergence: no thread can go on%s", text);
+}
+
+// ---- choosing -------------------------------------------------------------
+static inline unsigned pick(Worker* w, unsigned set, unsigned after) {
+  if (w->launch->flags & SHUFFLED) {
+    for (unsigned skip = draw(w) % __builtin_popcount(set); skip; --skip) set &= set - 1;
+    return __builtin_ctz(set);
+  }
+  const unsigned above = after < 31 ? set & ~((2u << after) - 1) : 0;
+  return __builtin_ctz(above ? above : set);
+}
+static inline Lane* next_lane(Worker* w, const Lane* me) {  // null: nobody can run
+  Warp* warp = warp_of(me);
+  const bool leave = (w->launch->flags & SHUFFLED) && (draw(w) & 7) == 0;
+  if (warp->runnable && !leave) return warp->lanes[pick(w, warp->runnable, me->index)];
+  if (!warp->runnable) w->ready_warps &= ~(1u << warp->index);
+  if (!w->ready_warps) return nullptr;
+  Warp& other = w->warps[pick(w, w->ready_warps, warp->index)];
+  return other.lanes[pick(w, other.runnable, 31)];
+}
+
+// ---- fibers ---------------------------------------------------------------
+static void fiber_main();
+static inline char* stack_top(Worker* w, unsigned stack) {
+  // the tops differ in their low bits, or all hot stack lines would fall into the same cache sets
+  return w->stacks + (stack + 1) * STACK - stack * 7 % 61 * 64;
+}
+static inline void give_stack(Worker* w, Lane* lane) {
+  if (w->free_stacks.empty()) {
+    lane->stack = static_cast<unsigned>(w->stacks_used++);
+  } else {
+    lane->stack = w->free_stacks.back();
+    w->free_stacks.pop_back();
+  }
+  lane->sp = prepare_stack(stack_top(w, lane->stack), fiber_main);
+}
+static inline void resume(Worker* w, Lane* from, Lane* to) {
+  if (from == to) return;
+  if (!to->sp) give_stack(w, to);
+  w->lane = to;
+  emu_switch(&from->sp, to->sp);
+}
+static inline void wait_for_others(Worker* w, Lane* me) {
+  Lane* next = next_lane(w, me);
+  if (!next) fail_stuck(w);
+  resume(w, me, next);
+}
+
+// ---- the block barrier ----------------------------------------------------
+static void release_barrier(Worker* w) {
+  w->barrier_count = 0;
+  if (w->launch->flags & CHECK) w->barrier_tick = next_tick();
+  for (unsigned i = 0; i < w->warp_count; ++i) {
+    Warp& warp = w->warps[i];
+    warp.runnable |= warp.at_barrier;
+    warp.at_barrier = 0;
+    if (warp.runnable) w->ready_warps |= 1u << i;
+  }
+}
+EMU_API void emu_sync_block(int line) {
+  Worker* w = current();
+  Lane* me = current_lane(w);
+  Warp* warp = warp_of(me);
+  if (w->barrier_count && w->barrier_line != line)
+    fail(w, {me, at_line(line), at_line(w->barrier_line)},
+         "divergence: this thread is at one __syncthreads while others of its block wait at another ({other})");
+  if (w->alive != w->threads)
+    fail(w, {me, at_line(line)}, "divergence: __syncthreads when %u threads of the block have ended", w->threads - w->alive);
+  w->barrier_line = line;
+  me->line = line;
+  me->what = "__syncthreads";
+  const unsigned bit = 1u << me->index;
+  warp->runnable &= ~bit;
+  warp->at_barrier |= bit;
+  if (++w->barrier_count < w->alive) return wait_for_others(w, me);
+  release_barrier(w);
+  if (w->launch->flags & SHUFFLED) resume(w, me, next_lane(w, me));
+}
+
+// ---- warp collectives -----------------------------------------------------
+static inline void collective(Worker* w, unsigned mask, EmuWarpStep step, void* operand, int line, const char* what) {
+  Lane* me = current_lane(w);
+  Warp* warp = warp_of(me);
+  const unsigned bit = 1u << me->index;
+  if (!(mask & bit)) fail(w, {me, at_line(line)}, "%s: the mask %08x leaves out the calling lane %u", what, mask, me->index);
+  me->mask = mask;
+  me->line = line;
+  me->step = step;
+  me->what = what;
+  warp->operand[me->index] = operand;
+  warp->at_collective |= bit;
+  warp->runnable &= ~bit;
+  if (mask & ~warp->at_collective) return wait_for_others(w, me);
+  for (unsigned m = mask; m; m &= m - 1) {
+    const Lane* other = warp->lanes[__builtin_ctz(m)];
+    if (other->mask != mask || other->step != step || other->line != line || other->what != what)
+      fail(w, {me, at_line(line), at_line(other->line)},
+           "divergence: this thread is at %s with mask %08x while thread %u is at %s with mask %08x ({other})", what, mask,
+           other->linear, other->what, other->mask);
+  }
+  if (step) step(warp, mask, line);
+  warp->at_collective &= ~mask;
+  warp->runnable |= mask;
+  if (w->launch->flags & SHUFFLED) resume(w, me, next_lane(w, me));
+}
+EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int line, const char* what) {
+  collective(current(), mask, step, operand, line, what);
+}
+
+static void sync_step(EmuWarp* base, unsigned mask, int) {  // of all collectives, only __syncwarp orders memory
+  Worker* w = current();
+  if (!(w->launch->flags & CHECK)) return;
+  const uint32_t tick = next_tick();
+  for (unsigned m = mask; m; m &= m - 1) static_cast<Warp*>(base)->lanes[__builtin_ctz(m)]->sync_tick = tick;
+}
+EMU_API void emu_sync_warp(unsigned mask, int line) { collective(current(), mask, sync_step, nullptr, line, "__syncwarp"); }
+
+static void shuffle_step(EmuWarp* base, unsigned mask, int line) {
+  Warp* warp = static_cast<Warp*>(base);
+  for (unsigned m = mask; m; m &= m - 1) {
+    const int l = __builtin_ctz(m), from = warp->from[l];
+    if (!(mask >> from & 1u))
+      fail(current(), {warp->lanes[l], at_line(line)}, "%s reads lane %d, which is not in the mask %08x", warp->lanes[l]->what, from, mask);
+    warp->received[l] = warp->sent[from];
+  }
+}
+EMU_API void emu_shuffle(unsigned mask, int from, int line, const char* what) {
+  Worker* w = current();
+  w->lane->warp->from[w->lane->index] = from;
+  collective(w, mask, shuffle_step, nullptr, line, what);
+}
+EMU_API unsigned emu_active_mask() {
+  Worker* w = current();
+  return warp_of(current_lane(w))->alive;
+}
+EMU_API void emu_yield() {  // lets others run, for loops that wait
+  Worker* w = current();
+  Lane* me = current_lane(w);
+  const unsigned others = w->ready_warps & ~(1u << warp_of(me)->index);
+  Warp* warp = warp_of(me);
+  if (others) warp = &w->warps[pick(w, others, warp->index)];
+  if (warp->runnable) resume(w, me, warp->lanes[pick(w, warp->runnable, me->index)]);
+}
+
+// ---- a lane's life --------------------------------------------------------
+static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the block is done
+  Lane* me = current_lane(w);
+  Warp* warp = warp_of(me);
+  const unsigned bit = 1u << me->index;
+  warp->alive &= ~bit;
+  warp->runnable &= ~bit;
+  --w->alive;
+  if (w->barrier_count)
+    fail(w, {me, 0, at_line(w->barrier_line)}, "divergence: this thread has ended while others of its block wait at __syncthreads ({other})");
+  Lane* next = next_lane(w, me);
+  if (!next && w->alive) fail_stuck(w);
+  return next;
+}
+static void fiber_main() {
+  Worker* w = current();
+  for (;;) {
+    w->launch->kernel->call(w->launch->slots);
+    Lane* me = current_lane(w);
+    Lane* next = end_lane(w);
+    if (!next) break;
+    if (next->sp) {
+      w->free_stacks.push_back(me->stack);  // still in use for the one push below, and by nobody else before that
+      w->lane = next;
+      emu_switch(&me->sp, next->sp);
+      abort();
+    }
+    // a lane that has not begun runs on this very stack: a kernel without barriers never switches
+    next->stack = me->stack;
+    next->sp = me->sp;  // not null: begun
+    w->lane = next;
+  }
+  void* dead;
+  emu_switch(&dead, w->launcher_sp);
+  abort();
+}

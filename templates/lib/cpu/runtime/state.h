@@ -1,0 +1,139 @@
+// What the runtime knows while kernels run. A Worker is one OS thread and the block it is running; its lanes are the block's
+// CUDA threads, each on a fiber. Workers share nothing but the launch and the allocations.
+#pragma once
+#include <stdint.h>
+#include <vector>
+#include "../emulator.h"
+#include "switch.h"
+
+static const size_t MAX_THREADS = 1024;
+static const size_t STATIC_LIMIT = 48 << 10;   // what CUDA allows without opting in
+static const size_t SHARED_LIMIT = 227 << 10;  // static and dynamic together: the largest of any GPU kdgen knows
+static const size_t RED_ZONE = 64;             // between shared arrays, so that an index one too far is nobody's
+static const size_t STATIC_ARENA = 64 << 10;
+static const size_t DYNAMIC_START = STATIC_ARENA + 1024;  // aligned as the GPU side aligns it
+static const size_t ARENA = DYNAMIC_START + SHARED_LIMIT + 4096;
+static const size_t STACK = 64 << 10;
+static const size_t PAGE = 4096;
+static const unsigned char POISON = 0xff;  // NaN as f32, f64 and bf16; -1 as an integer
+
+// A place in a kernel: 0 unknown, LINE_FLAG | source line, or the program counter's offset in the kernel's library.
+typedef uint32_t Where;
+static const Where LINE_FLAG = 0x80000000u;
+static inline Where at_line(int line) { return LINE_FLAG | static_cast<Where>(line); }
+
+enum LaunchFlags : uint32_t { SHUFFLED = 1, LATE_COPIES = 2, CHECK = 4 };
+
+// Mirrored field for field in kdgen/backends/cpu.py.
+struct EmuError {
+  char text[1024];  // may hold {buffer} and {other}, for `buffer` and `other`
+  uint32_t block[3];
+  uint32_t thread;
+  Where where, other;
+  uint64_t buffer;  // the address of the allocation in question, or 0
+};
+struct EmuLaunch {
+  const EmuKernel* kernel;
+  const uint64_t* slots;
+  uint32_t slot_count;
+  uint32_t grid[3];
+  uint32_t threads;
+  uint32_t shared_bytes;
+  uint32_t os_threads;
+  uint32_t flags;
+  uint64_t seed;
+  uint32_t slice_ms;    // return after about so long, so that the caller can be interrupted
+  uint32_t next_block;  // in: where to go on; out: how far it came
+  EmuError error;
+};
+
+struct Copy {
+  void* dst;
+  const void* src;  // null: zeros
+  int line;
+};
+struct CopyQueue {
+  std::vector<Copy> copies;       // oldest first
+  std::vector<unsigned> groups;   // how many copies each committed group has
+  unsigned open = 0;              // copies since the last commit
+};
+
+struct Warp : EmuWarp {
+  unsigned alive, runnable, at_collective, at_barrier;  // sets of lanes
+  unsigned index;
+  struct Lane* lanes[32];
+};
+
+struct Lane : EmuLane {
+  void* sp;        // where to resume; null before its first instruction
+  unsigned stack;  // index of the stack it runs on
+  unsigned linear;
+  // what it waits for
+  unsigned mask;
+  int line;
+  const char* what;
+  EmuWarpStep step;
+  // checker
+  uint32_t sync_tick;  // the last barrier or __syncwarp that it took part in
+  bool fenced;         // __threadfence since its last write to global memory
+  CopyQueue* copies = nullptr;  // of this block, once it has any
+};
+
+struct SharedArray {
+  const void* site;
+  char* p;
+  size_t bytes;
+};
+
+struct Worker : EmuContext {
+  EmuLaunch* launch = nullptr;
+  Lane lanes[MAX_THREADS];
+  Warp warps[MAX_THREADS / 32];
+  unsigned threads, warp_count, alive, ready_warps;
+  unsigned barrier_count;
+  int barrier_line;
+  void* launcher_sp;  // the OS thread's own stack
+  bool running = false, failed = false;
+  EmuError error;
+  unsigned block_index;
+  uint64_t random;
+  char* stacks = nullptr;
+  size_t stack_count = 0, stacks_used = 0;
+  std::vector<unsigned> free_stacks;
+  char* arena = nullptr;
+  size_t arena_used;
+  std::vector<SharedArray> arrays;
+  CopyQueue queues[MAX_THREADS];
+  // checker: ticks count synchronisations
+  uint32_t block_tick, barrier_tick;
+};
+
+extern "C" {
+__attribute__((visibility("default"), tls_model("initial-exec"))) thread_local EmuContext* emu_context = nullptr;
+}
+static inline Worker* current() { return static_cast<Worker*>(emu_context); }
+static inline Lane* current_lane(Worker* w) { return static_cast<Lane*>(w->lane); }
+static inline Warp* warp_of(const Lane* lane) { return static_cast<Warp*>(lane->warp); }
+
+static inline uint64_t draw(Worker* w) {  // xorshift64
+  uint64_t x = w->random;
+  x ^= x << 13;
+  x ^= x >> 7;
+  x ^= x << 17;
+  return w->random = x;
+}
+
+// Ends the block with an error: back to the launcher for good. The other fibers are abandoned where they stand.
+struct Blame {
+  const Lane* lane;
+  Where where = 0, other = 0;
+  uint64_t buffer = 0;
+};
+__attribute__((noreturn, format(printf, 3, 4))) static void fail(Worker* w, const Blame& blame, const char* format, ...);
+
+// checker.h
+static void check_access(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, bool write, Where where);
+static void check_copy_started(Worker* w, Lane* lane, const Copy& copy);
+static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy);
+static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Where where);
+static uint32_t next_tick();
