@@ -1,0 +1,95 @@
+"""Random checkpoints: any spec's tensors made up on demand, in the published layout.
+
+A tensor depends on the seed and its key alone, so that it can be made, dropped and made again, in any order and on any
+machine. Scales keep activations of order one through any depth, and spread the logits enough that greedy choices are clear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.spec import Spec, TensorGroup
+
+Array = NDArray[Any]
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+#: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough to stay in float32's comfort.
+_LOGIT_SPREAD = 2.0
+
+
+class RandomWeights(Mapping[str, Array]):
+    """Checkpoint tensors by published key, made when asked for and not kept.
+
+    Matrices are bfloat16 (or float32 of bfloat16 values, when ``Spec.dtype`` says so), norms bfloat16, the router's bias float32,
+    quantized experts int32 words, bfloat16 scales and an int64 shape. Every value is exactly a bfloat16.
+    """
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        self.spec, self.seed = spec, seed
+        self._groups = {key: group for group in spec.tensors() for key in group.keys()}  # noqa: SIM118
+
+    def __getitem__(self, key: str) -> Array:
+        return self._make(key, self._groups[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._groups
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def _make(self, key: str, group: TensorGroup) -> Array:
+        digest = hashlib.sha256(f"{self.seed}:{key}".encode()).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        if group.kind == "shape":
+            rows, words = self._groups[key.removesuffix("_shape") + "_packed"].shape
+            return np.array([rows, words * 8], np.int64)
+        if group.kind == "packed":
+            return generator.integers(-(2**31), 2**31, group.shape, np.int32)
+        if group.kind == "scale":
+            # Uniform INT4 values have variance 21.5; the scale brings a row's products back to order one.
+            cols = self._groups[key.removesuffix("_scale") + "_packed"].shape[1] * 8
+            spread = generator.uniform(0.75, 1.25, group.shape)
+            return np.asarray(spread * self._gain(key) / math.sqrt(21.5 * cols)).astype(BF16)
+        if key.endswith("norm.weight"):
+            return _exact(1 + 0.1 * generator.standard_normal(group.shape, np.float32), BF16)
+        if key.endswith("e_score_correction_bias"):
+            return _exact(0.05 * generator.standard_normal(group.shape, np.float32), np.dtype(np.float32))
+        if key.endswith(".bias"):
+            return _exact(0.1 * generator.standard_normal(group.shape, np.float32), BF16)
+        stored = np.dtype(np.float32) if self.spec.dtype == "float32" and group.kind == "matrix" else BF16
+        values = generator.standard_normal(group.shape, np.float32)
+        values *= np.float32(self._gain(key) / (1.0 if key == "model.embed_tokens.weight" else math.sqrt(group.shape[1])))
+        return _exact(values, stored)
+
+    def _gain(self, key: str) -> float:
+        """Standard deviation of a matrix's outputs for inputs of order one."""
+        if key == "lm_head.weight":
+            return _LOGIT_SPREAD
+        if key == "model.embed_tokens.weight":
+            # Tied, the embedding is the head as well; its rows then must not be longer than a head's.
+            return _LOGIT_SPREAD / math.sqrt(self.spec.hidden_size) if self.spec.tie_word_embeddings else 1.0
+        if "o_proj" in key or "down_proj" in key:
+            # What adds to the residual stream: attention averages, so its outputs are small, and a SwiGLU's are about a third.
+            return 1.5
+        return 1.0
+
+
+def _exact(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Array:
+    """Values rounded to bfloat16, held in ``dtype``."""
+    rounded = values.astype(BF16)
+    return rounded if dtype == BF16 else rounded.astype(dtype)
+
+
+def random_weights(spec: Spec, seed: int) -> RandomWeights:
+    """Random checkpoint tensors for ``spec``, by published key; see RandomWeights."""
+    return RandomWeights(spec, seed)
