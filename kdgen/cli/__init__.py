@@ -1,0 +1,85 @@
+"""The command line: one module a command, each with a click command named ``command``, imported when it is called.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 ok, 1 a finding (drift, mismatch; ``ctx.exit(1)``), 2 a usage or
+environment error, 130 interrupted. A KdgenError is its message alone; ``--debug`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+
+import click
+
+from kdgen import __version__
+from kdgen.errors import KdgenError
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are listed here with their summaries, so that ``kdgen --help`` imports none of them."""
+
+    summaries = (
+        ("build", "Generate and compile the kernels of model specs."),
+        ("verify", "Check kernels and decoding against references, bit for bit where promised."),
+        ("demo", "Decode plainly and with a draft tree, and compare."),
+        ("plan", "Show what a plan decides: kernels, memory, work per token."),
+        ("generate", "Generate text or tokens with a model's weights."),
+        ("inspect", "Show what a .kdtr or .safetensors file holds."),
+        ("doctor", "Report versions, compilers, GPU and cache, for bug reports."),
+        ("cache", "Show or clear the cache of compiled kernels."),
+    )
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name, _ in self.summaries if importlib.util.find_spec(f"kdgen.cli.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = importlib.import_module(f"kdgen.cli.{cmd_name}").command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"kdgen.cli.{cmd_name}.command is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        listed = self.list_commands(ctx)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, summary in self.summaries if name in listed])
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command and turn what it raises into the exit codes above."""
+        try:
+            result: object = super().invoke(ctx)
+            sys.stdout.flush()  # here, where a closed pipe can still be handled
+            return result
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except click.ClickException as error:
+            error.show()
+            ctx.exit(2)  # click's own code for some is 1, which here means a finding
+        except KdgenError as error:
+            if ctx.params["debug"]:
+                traceback.print_exc()
+            else:
+                click.echo(f"kdgen: error: {error}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("kdgen: interrupted", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:
+            # Whoever read our output has enough. Python flushes stdout once more at exit; give it somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(128 + 13)
+        except Exception:
+            traceback.print_exc()
+            click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
+            ctx.exit(2)
+
+
+@click.group(cls=LazyGroup, context_settings={"auto_envvar_prefix": "KDGEN", "help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kdgen", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of errors.")
+def main(debug: bool) -> None:
+    """Turn a model spec into specialised CUDA C++, compile it, and decode with it: exactly, with or without draft trees."""

@@ -1,0 +1,150 @@
+"""``kdgen doctor``: what this machine has of what kdgen needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from dataclasses import dataclass
+
+import click
+
+from kdgen import __version__
+from kdgen.backends.cuda import Gpu, find_gpu
+from kdgen.cache import Cache
+from kdgen.cli.output import emit_json, emit_table, size_text
+from kdgen.compile import nvrtc_version, supported_archs
+from kdgen.errors import KdgenError
+from kdgen.format import clang_format_version
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str | None
+
+
+@dataclass(frozen=True)
+class CacheState:
+    path: str
+    exists: bool
+    writable: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    kdgen: str
+    python: str
+    platform: str
+    cpus: int
+    packages: tuple[Package, ...]
+    nvrtc: str | None
+    archs: tuple[str, ...]
+    clang_format: str | None
+    cxx_compilers: tuple[str, ...]
+    gpu: Gpu | None
+    gpu_reason: str | None  #: why there is none
+    cache: CacheState
+    problems: tuple[str, ...]  #: what kdgen needs and this machine lacks, with what to do
+
+
+def examine() -> DoctorReport:
+    """Look, without changing anything but a probe file in the cache directory."""
+    problems: list[str] = []
+    nvrtc: str | None = None
+    archs: tuple[str, ...] = ()
+    formatter: str | None = None
+    try:
+        nvrtc, archs = nvrtc_version(), supported_archs()
+    except KdgenError as error:
+        problems.append(str(error))
+    try:
+        formatter = clang_format_version()
+    except KdgenError as error:
+        problems.append(str(error))
+    gpu = find_gpu()
+    compilers = cxx_compilers()
+    if not compilers:
+        problems.append("no C++ compiler for the CPU backend; pip install ziglang")
+    cache = cache_state(Cache.default())
+    if not cache.writable:
+        problems.append(f"the cache {cache.path} cannot be written; set KDGEN_CACHE_DIR")
+    names = ("cuda-core", "cuda-bindings", "numba-cuda", "nvidia-cuda-nvrtc", "numpy", "ml_dtypes", "jinja2", "safetensors")
+    return DoctorReport(
+        kdgen=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpus=os.cpu_count() or 1,
+        packages=tuple(Package(name, installed_version(name)) for name in names),
+        nvrtc=nvrtc,
+        archs=archs,
+        clang_format=formatter,
+        cxx_compilers=compilers,
+        gpu=None if isinstance(gpu, str) else gpu,
+        gpu_reason=gpu if isinstance(gpu, str) else None,
+        cache=cache,
+        problems=tuple(problems),
+    )
+
+
+def cxx_compilers() -> tuple[str, ...]:
+    """C++ compilers that are there, by name."""
+    chosen = os.environ.get("CXX", "").split()[:1]
+    found = [name for name in dict.fromkeys([*chosen, "g++", "clang++"]) if shutil.which(name)]
+    return tuple(found + (["ziglang"] if importlib.util.find_spec("ziglang") else []))
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_state(cache: Cache) -> CacheState:
+    """Whether the cache's directory, or the nearest one above it that exists, takes a file."""
+    exists = cache.path.is_dir()
+    nearest = next(place for place in (cache.path, *cache.path.absolute().parents) if place.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".tmp-"):
+            writable = True
+    except OSError:
+        writable = False
+    return CacheState(str(cache.path), exists, writable, cache.size())
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.doctor/1), to attach to a bug report.")
+@click.pass_context
+def command(ctx: click.Context, as_json: bool) -> None:
+    """Report versions, compilers, GPU and cache. Exit code 1 when something kdgen needs is missing."""
+    report = examine()
+    if as_json:
+        emit_json("kdgen.doctor/1", report)
+    else:
+        rows = [
+            ("kdgen", report.kdgen),
+            ("Python", f"{report.python} on {report.platform}, {report.cpus} CPUs"),
+            *((package.name, package.version or "not installed") for package in report.packages),
+            ("NVRTC", f"{report.nvrtc}: {', '.join(report.archs)}" if report.nvrtc else "none"),
+            ("clang-format", report.clang_format or "none"),
+            ("C++ compilers", ", ".join(report.cxx_compilers) or "none"),
+            ("GPU", gpu_text(report)),
+            ("cache", f"{report.cache.path} ({size_text(report.cache.bytes)}{'' if report.cache.writable else ', not writable'})"),
+            *(("problem", problem) for problem in report.problems),
+        ]
+        emit_table(("", ""), rows)
+    if report.problems:
+        ctx.exit(1)
+
+
+def gpu_text(report: DoctorReport) -> str:
+    gpu = report.gpu
+    if gpu is None:
+        return f"none ({report.gpu_reason})"
+    cuda = ".".join(map(str, gpu.driver_cuda))
+    return f"{gpu.name}, {gpu.arch}, {gpu.multiprocessors} SMs, {size_text(gpu.memory_bytes)}, driver for CUDA {cuda}"

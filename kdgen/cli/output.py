@@ -1,0 +1,86 @@
+"""What commands share: results as a table or as JSON of the same dataclass on stdout, progress and warnings on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from rich.console import Console
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A rich console on ``stream`` (stdout). NO_COLOR is honoured; where there is no terminal, nothing is cut to its width."""
+    from rich.console import Console
+
+    file = stream or sys.stdout
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=None if file.isatty() else 1000)
+
+
+def emit_json(schema: str, report: DataclassInstance) -> None:
+    """``report`` on stdout as one JSON object. ``schema`` (``kdgen.<command>/<version>``) comes first, with a version for readers."""
+    click.echo(json.dumps({"schema": schema, **dataclasses.asdict(report)}, indent=2, default=_plain, ensure_ascii=False))
+
+
+def emit_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """A table on stdout; the columns numbered in ``right`` are aligned to the right. No header when the columns have no names."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", overflow="fold", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    out = console()
+    with out.capture() as lines:
+        out.print(table)
+    click.echo("\n".join(line.rstrip() for line in lines.get().splitlines()))
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr while the block runs; call the value with what was just finished. Silent without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(description, total=total, last="")
+        yield lambda finished: bar.update(task, advance=1, last=printable(finished))
+
+
+def warn(message: str) -> None:
+    """One line on stderr."""
+    click.echo(f"kdgen: warning: {message}", err=True)
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: ``1.5 MiB``."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def printable(text: str) -> str:
+    """``text`` with everything a terminal could obey written as an escape: names in files are not ours."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not go into JSON")

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner, Result
+
+from kdgen import __version__
+from kdgen.cli import LazyGroup, main
+from kdgen.cli import doctor as doctor_module
+from kdgen.cli.output import emit_table, printable, progress, size_text
+from kdgen.errors import KdgenError
+from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, write_kdtr
+
+
+def kdgen(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="kdgen", env=env)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.kdtr"
+    tensors = [("layers.0.w", np.zeros((2, 300), np.float32)), ("evil\x1b[31m[red]", np.zeros((), np.uint8))]
+    infos = [TensorInfo("layers.0.w", "f32", (2, 300)), TensorInfo("evil\x1b[31m[red]", "u8", ())]
+    write_kdtr(path, infos, tensors, KdtrMetadata("packed", '{"name": "tiny"}', "{}"))
+    return path
+
+
+def test_version_and_help() -> None:
+    assert kdgen("--version").output == f"kdgen {__version__}\n"
+    for flag in ("--help", "-h"):
+        result = kdgen(flag)
+        assert result.exit_code == 0 and "inspect" in result.output and "doctor" in result.output
+
+
+def test_help_imports_no_command() -> None:
+    script = (
+        "import sys\nfrom kdgen.cli import main\n"
+        "try: main(['--help'], prog_name='kdgen')\nexcept SystemExit: pass\n"
+        "heavy = ('numpy', 'cuda', 'numba', 'rich', 'jinja2', 'kdgen.cli.', 'kdgen.plan')\n"
+        "assert not [name for name in sys.modules if name.startswith(heavy)], sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_every_command_loads_and_has_help() -> None:
+    context = click.Context(main)
+    assert isinstance(main, LazyGroup)
+    names = main.list_commands(context)
+    assert {"inspect", "doctor", "cache"} <= set(names) <= {name for name, _ in LazyGroup.summaries}
+    for name in names:
+        result = kdgen(name, "--help")
+        assert result.exit_code == 0 and result.output.startswith(f"Usage: kdgen {name}")
+
+
+def test_usage_errors_are_2() -> None:
+    for arguments in (("nope",), ("inspect",), ("inspect", "--nope", "x"), ("cache", "nope")):
+        result = kdgen(*arguments)
+        assert result.exit_code == 2 and "Traceback" not in result.output, arguments
+
+
+def test_kdgen_errors_are_one_message_and_2(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.kdtr"
+    result = kdgen("inspect", str(missing))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"kdgen: error: {missing}: cannot be read: No such file or directory\n"
+    for debugged in (kdgen("--debug", "inspect", str(missing)), kdgen("inspect", str(missing), env={"KDGEN_DEBUG": "1"})):
+        assert debugged.exit_code == 2 and "Traceback" in debugged.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KdgenError("no luck"), 2, "kdgen: error: no luck"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.FileError("x", "unreadable"), 2, "unreadable"),
+        (ZeroDivisionError("bug"), 2, "ZeroDivisionError: bug"),
+    ],
+)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str) -> None:
+    def examine() -> None:
+        raise raised
+
+    monkeypatch.setattr(doctor_module, "examine", examine)
+    result = kdgen("doctor")
+    assert result.exit_code == code and said in result.stderr
+    assert ("Traceback" in result.stderr) == isinstance(raised, ZeroDivisionError)
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(file: Path) -> None:
+    script = "from kdgen.cli import main; main(prog_name='kdgen')"
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run([sys.executable, "-c", script, "inspect", str(file)], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_inspect(file: Path, tmp_path: Path) -> None:
+    table = kdgen("inspect", str(file))
+    assert table.exit_code == 0
+    assert "kdtr, 2 tensors" in table.output and "kind: packed" in table.output
+    assert "layers.0.w" in table.output and "2×300" in table.output and "2.3 KiB" in table.output and "scalar" in table.output
+    assert "\x1b" not in table.output and "evil\\x1b[31m[red]" in table.output
+    report = json.loads(kdgen("inspect", "--json", str(file)).stdout)
+    assert (report["schema"], report["format"], report["metadata"]["kind"]) == ("kdgen.inspect/1", "kdtr", "packed")
+    assert report["tensors"][0] == {"name": "layers.0.w", "dtype": "F32", "shape": [2, 300], "bytes": 2400}
+
+    other = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"a": np.zeros((3, 4), np.float16)}, other)
+    assert "safetensors, 1 tensors" in kdgen("inspect", str(other)).output
+    misnamed = tmp_path / "model.kdtr"
+    other.rename(misnamed)
+    result = kdgen("inspect", str(misnamed))
+    assert result.exit_code == 2 and "not a .kdtr file" in result.stderr
+
+
+def test_doctor() -> None:
+    result = kdgen("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert report["schema"] == "kdgen.doctor/1" and report["kdgen"] == __version__
+    assert "sm_90a" in report["archs"] and report["cache"]["writable"]
+    assert (report["gpu"] is None) == bool(report["gpu_reason"])
+    assert result.exit_code == (1 if report["problems"] else 0)
+    table = kdgen("doctor")
+    assert "NVRTC" in table.output and table.exit_code == result.exit_code
+
+
+def test_doctor_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing() -> str:
+        raise KdgenError("cannot load NVRTC; pip install it")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KDGEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(doctor_module, "nvrtc_version", missing)
+    monkeypatch.setattr(doctor_module, "cxx_compilers", lambda: ())
+    result = kdgen("doctor", "--json")
+    assert result.exit_code == 1
+    problems = json.loads(result.stdout)["problems"]
+    assert len(problems) == 3
+    assert all(word in " ".join(problems) for word in ("NVRTC", "ziglang", "KDGEN_CACHE_DIR"))
+
+
+def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kdgen.cache import Cache, digest
+
+    monkeypatch.setenv("KDGEN_CACHE_DIR", str(tmp_path))
+    assert kdgen("cache", "dir").output == f"{tmp_path}\n"
+    Cache(tmp_path).put("cubin", digest("x"), ".entry", bytes(2048))
+    assert kdgen("cache", "clear").output == f"removed 1 files, 2.0 KiB, from {tmp_path}\n"
+    assert Cache(tmp_path).size() == 0
+
+
+def test_completion() -> None:
+    script = "from kdgen.cli import main; main(prog_name='kdgen')"
+    env = {**os.environ, "_KDGEN_COMPLETE": "bash_complete", "COMP_WORDS": "kdgen ins", "COMP_CWORD": "1"}
+    result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert result.stdout == "plain,inspect\n"
+
+
+def test_tables_without_a_terminal_are_plain_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    emit_table(("name", "n"), [("x" * 300, "1"), ("[b]y", "20")], right=(1,))
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.splitlines()] == [["name", "n"], ["x" * 300, "1"], ["[b]y", "20"]]
+    assert not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("compiling", 2) as done:
+        done("one")
+        done("two")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_size_text_and_printable() -> None:
+    assert [size_text(n) for n in (0, 1023, 1536, 3 << 30, 5 << 50)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5120.0 TiB"]
+    assert printable("größe\x1b\n") == "größe\\x1b\\n"
