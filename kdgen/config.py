@@ -334,3 +334,36 @@ def load_config(path: str | Path) -> Spec:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), file.name)
+
+
+def published_config(spec: Spec) -> dict[str, Any]:
+    """The ``config.json`` of a model folder of ``spec``: what ``load_config`` reads back as the same spec, but for the name.
+
+    Raises ValueError for a combination that the spec's model type cannot publish (a V3 with softmax scores, say).
+    """
+    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta"})
+    scaling = {} if spec.rope_scaling is None else spec.rope_scaling.model_dump(exclude_none=True)
+    values["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta, "rope_type": scaling.pop("type", "default")}
+    if not spec.has_moe:
+        for key in _MOE | _keys("n_group topk_group topk_method scoring_func"):
+            del values[key]
+    values["num_key_value_heads"] = spec.num_attention_heads
+    if spec.quantization is not None:
+        weights = spec.quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
+        plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        values["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "ignore": plain,
+            "config_groups": {"group_0": group},
+        }
+    try:
+        same = parse_config(json.dumps(values), spec.name).sha256 == spec.sha256
+    except SpecError as error:
+        raise ValueError(f"not a model that {spec.model_type} can publish: {error}") from None
+    if not same:
+        raise ValueError(f"not a model that {spec.model_type} can publish: its config reads back as another spec")
+    return values
