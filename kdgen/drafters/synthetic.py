@@ -30,7 +30,8 @@ class RandomDrafter:
 class ReplayDrafter:
     """Proposes the true continuation, wrong at each position with probability ``error_rate``.
 
-    ``truth`` is prompt and continuation. Where it is wrong, the true token is the second choice: a chain stops there, a tree may not.
+    ``truth`` is prompt and continuation. It knows how often it errs: the first choice has probability 1 - error_rate, the second
+    (the true token where the first is wrong, so that a tree may still hold it) error_rate.
     """
 
     name = "replay"
@@ -44,7 +45,8 @@ class ReplayDrafter:
             noise = _generator(self.seed, position)
             wrong = (self.truth[position] + 1 + int(noise.integers(max(self.vocab_size - 1, 1)))) % self.vocab_size
             first, second = (wrong, self.truth[position]) if noise.random() < self.error_rate else (self.truth[position], wrong)
-            rows.append([(first, 0.7), (second, 0.2)] if first != second else [(first, 0.7)])
+            choices = [(first, max(1 - self.error_rate, 0.5)), (second, min(self.error_rate, 0.49))]
+            rows.append([choice for choice in choices if choice[1] > 0][: self.vocab_size])
         return from_lists(rows) if rows else nothing()
 
 
