@@ -33,50 +33,37 @@ static inline void __trap(EMU_HERE) { emu_fail("__trap()", line); }
 
 // ---- shuffles and votes ---------------------------------------------------
 template <class T>
-static inline T emu_shuffle_value(unsigned mask, T value, int from, int line, const char* what) {
+static inline T emu_shuffle_value(EmuShuffle kind, unsigned mask, T value, int operand, int width, int line) {
   static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
-  EmuLane* me = emu_context->lane;
-  EmuWarp* warp = me->warp;
   uint64_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(T));
-  warp->sent[me->index] = bits;
-  emu_shuffle(mask, from, line, what);
-  T result;
-  __builtin_memcpy(&result, &warp->received[me->index], sizeof(T));
-  return result;
+  emu_shuffle(kind, mask, bits, operand, width, line);
+  const EmuLane* me = emu_context->lane;
+  __builtin_memcpy(&value, &me->warp->received[me->index], sizeof(T));
+  return value;
 }
 template <class T>
-static inline T __shfl_sync(unsigned mask, T v, int from, int width = 32, EMU_HERE) {
-  const int lane = (int)emu_context->lane->index;
-  return emu_shuffle_value(mask, v, (lane & ~(width - 1)) | (from & (width - 1)), line, "__shfl_sync");
+static inline T __shfl_sync(unsigned mask, T v, int lane, int width = 32, EMU_HERE) {
+  return emu_shuffle_value(EMU_FROM_LANE, mask, v, lane, width, line);
 }
 template <class T>
 static inline T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32, EMU_HERE) {
-  const int lane = (int)emu_context->lane->index;
-  int from = lane ^ bits;
-  if (from >= (lane & ~(width - 1)) + width) from = lane;
-  return emu_shuffle_value(mask, v, from, line, "__shfl_xor_sync");
-}
-template <class T>
-static inline T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32, EMU_HERE) {
-  const int lane = (int)emu_context->lane->index;
-  int from = lane + (int)delta;
-  if (from > (lane | (width - 1))) from = lane;
-  return emu_shuffle_value(mask, v, from, line, "__shfl_down_sync");
+  return emu_shuffle_value(EMU_FROM_XOR, mask, v, bits, width, line);
 }
 template <class T>
 static inline T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32, EMU_HERE) {
-  const int lane = (int)emu_context->lane->index;
-  int from = lane - (int)delta;
-  if (from < (lane & ~(width - 1))) from = lane;
-  return emu_shuffle_value(mask, v, from, line, "__shfl_up_sync");
+  return emu_shuffle_value(EMU_FROM_BELOW, mask, v, (int)delta, width, line);
+}
+template <class T>
+static inline T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32, EMU_HERE) {
+  return emu_shuffle_value(EMU_FROM_ABOVE, mask, v, (int)delta, width, line);
 }
 
 struct EmuVote {
   bool predicate;
   unsigned ballot;
 };
-static void emu_vote_step(EmuWarp* warp, unsigned mask, int) {
+EMU_UNCHECKED static void emu_vote_step(EmuWarp* warp, unsigned mask, int) {
   unsigned ballot = 0;
   for (unsigned m = mask; m; m &= m - 1) {
     const int l = __builtin_ctz(m);

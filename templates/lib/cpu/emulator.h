@@ -10,11 +10,8 @@ struct uint3 {
 };
 
 struct EmuWarp {
-  // operands of the collective that the lanes are gathering for
-  void* operand[32];
-  // shuffles: values in and out, and the lane each lane reads
-  uint64_t sent[32], received[32];
-  int from[32];
+  void* operand[32];  // of the collective that the lanes are gathering for
+  uint64_t received[32];  // by shuffles
 };
 
 struct EmuLane {  // one CUDA thread
@@ -37,6 +34,7 @@ struct EmuKernel {
   const char* parameters;               // 'p' pointer, 'i' 32-bit integer
 };
 
+enum EmuShuffle { EMU_FROM_LANE, EMU_FROM_XOR, EMU_FROM_BELOW, EMU_FROM_ABOVE };
 enum EmuAtomicOp { EMU_ADD, EMU_MIN, EMU_MAX, EMU_EXCHANGE, EMU_CAS, EMU_AND, EMU_OR, EMU_XOR };
 enum EmuAtomicType { EMU_I32, EMU_U32, EMU_U64 };
 
@@ -49,7 +47,9 @@ extern "C" __attribute__((visibility("default"), tls_model("initial-exec"))) thr
 EMU_API void emu_sync_block(int line);
 EMU_API void emu_sync_warp(unsigned mask, int line);
 EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int line, const char* what);
-EMU_API void emu_shuffle(unsigned mask, int from, int line, const char* what);
+// Leaves its result in warp->received rather than returning it: what ends in a call can end in a jump, and a `ret` on another
+// fiber's stack is mispredicted, which would double the cost of a shuffle.
+EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int operand, int width, int line);
 EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line);
 EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line);
 EMU_API void emu_copy_commit();
@@ -67,6 +67,9 @@ EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index
 #else
 #define EMU_TOUCH(p, bytes, write, index, line) (void)(line)
 #endif
+
+// For what runs on behalf of a whole warp: its own accesses are the emulator's business, not the kernel's.
+#define EMU_UNCHECKED __attribute__((no_sanitize("thread")))
 
 // ---- kernel export: unpack slots into the kernel's own parameter types ----
 template <size_t... I>

@@ -48,7 +48,7 @@ struct EmuMma {
   const u32 *a, *b;
 };
 // fragments: lane l holds rows l/4 and l/4 + 8 of a and d, column l/4 of b, and of k the pairs 2*(l%4) and 2*(l%4) + 8
-static void emu_mma_step(EmuWarp* warp, unsigned, int) {
+EMU_UNCHECKED static void emu_mma_step(EmuWarp* warp, unsigned, int) {
   typedef float Row __attribute__((vector_size(32), aligned(32)));
   EmuMma* const* lanes = reinterpret_cast<EmuMma**>(warp->operand);
   alignas(32) float a[16][16], b[16][8], d[16][8];
@@ -91,7 +91,7 @@ struct EmuLoadMatrix {
   const void* row;
 };
 template <int N, bool Transposed>
-static void emu_ldmatrix_step(EmuWarp* warp, unsigned, int line) {
+EMU_UNCHECKED static void emu_ldmatrix_step(EmuWarp* warp, unsigned, int line) {
   EmuLoadMatrix* const* lanes = reinterpret_cast<EmuLoadMatrix**>(warp->operand);
   for (int matrix = 0; matrix < N; ++matrix)
     for (int row = 0; row < 8; ++row) {
@@ -130,7 +130,7 @@ static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static
 // ---- warps ----------------------------------------------------------------
 // the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
 template <bool Max>
-static void emu_reduce_step(EmuWarp* warp, unsigned, int) {
+EMU_UNCHECKED static void emu_reduce_step(EmuWarp* warp, unsigned, int) {
   float v[32], next[32];
   for (int l = 0; l < 32; ++l) v[l] = *static_cast<float*>(warp->operand[l]);
   for (int offset = 16; offset > 0; offset >>= 1) {

@@ -21,18 +21,15 @@ struct Checker {
   uintptr_t module_start = 0, module_end = 0;
   Allocation* recent = nullptr;
 };
-static Checker& checker() {
-  static Checker* c = new Checker;
-  return *c;
-}
-static uint32_t next_tick() { return ++checker().tick; }
+static Checker& checker = *new Checker;
+static uint32_t next_tick() { return ++checker.tick; }
 
 static void checker_begin_launch(bool first_slice) {
-  Checker& c = checker();
+  Checker& c = checker;
   c.recent = nullptr;
   if (!first_slice) return;
   if (c.tick > 0xf0000000u) {  // ticks are about to wrap: forget the past, which is all ordered before this launch
-    for (auto& entry : allocations().by_end)
+    for (auto& entry : allocations.by_end)
       if (Cell* cells = entry.second.cells) madvise(cells, entry.second.bytes * sizeof(Cell), MADV_DONTNEED);
     if (c.shared) madvise(c.shared, ARENA * sizeof(Cell), MADV_DONTNEED);
     c.tick = 0;
@@ -43,7 +40,7 @@ static void checker_begin_launch(bool first_slice) {
   if (!c.shared) c.shared = reinterpret_cast<Cell*>(map_pages(ARENA * sizeof(Cell), PROT_READ | PROT_WRITE));
 }
 static void checker_begin_block(Worker* w) {
-  Checker& c = checker();
+  Checker& c = checker;
   const uint32_t tick = next_tick();
   w->block_tick = w->barrier_tick = tick;
   c.block_ticks.push_back(tick);
@@ -58,7 +55,7 @@ static void checker_begin_block(Worker* w) {
 enum class Order { ordered, same_block, other_block };
 // how an earlier access, by thread `thread` of some block at `tick`, stands to one by `lane` now
 static inline Order order(Worker* w, const Lane* lane, uint32_t tick, unsigned thread) {
-  const Checker& c = checker();
+  const Checker& c = checker;
   if (tick < c.launch_tick) return Order::ordered;
   if (tick < w->block_tick) {
     const size_t block = std::upper_bound(c.block_ticks.begin(), c.block_ticks.end(), tick) - c.block_ticks.begin() - 1;
@@ -97,7 +94,7 @@ static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char
       cell.reader2 = cell.reader;
     }
     if (cell.read_tick && cell.read_tick < w->block_tick) cell.other_block_tick = cell.read_tick;
-    cell.read_tick = checker().tick;
+    cell.read_tick = checker.tick;
     cell.reader = static_cast<uint16_t>(a.lane->linear);
     cell.read_where = a.where;
     return;
@@ -111,7 +108,7 @@ static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char
     const Order how = order(w, a.lane, r.tick, r.thread);
     if (how != Order::ordered) fail_race(w, a, memory, buffer, how, "read", r.thread, cell.read_where);
   }
-  cell.write_tick = checker().tick;
+  cell.write_tick = checker.tick;
   cell.writer = static_cast<uint16_t>(a.lane->linear);
   cell.write_where = a.where;
   cell.state = a.is_atomic ? ATOMIC : PLAIN;
@@ -133,7 +130,7 @@ static void check_shared(Worker* w, const Access& a) {
          offset - DYNAMIC_START, w->launch->shared_bytes);
   if (!inside) fail(w, blame, "out of bounds: %u-byte %s outside every shared array", a.bytes, a.kind());
   for (unsigned i = 0; i < a.bytes; ++i) {
-    Cell& cell = checker().shared[offset + i];
+    Cell& cell = checker.shared[offset + i];
     const bool written = cell.write_tick >= w->block_tick;
     if (!written) cell = Cell{0, cell.read_tick, cell.read2_tick, 0, 0, cell.read_where, 0, cell.reader, cell.reader2, PLAIN, 0};
     if (cell.read_tick < w->block_tick) cell.read_tick = cell.read2_tick = 0;
@@ -148,7 +145,7 @@ static void check_shared(Worker* w, const Access& a) {
 }
 
 static void check_device(Worker* w, const Access& a) {
-  Checker& c = checker();
+  Checker& c = checker;
   Allocation* buffer = c.recent;
   if (!buffer || a.p < reinterpret_cast<uintptr_t>(buffer->p) || a.p >= reinterpret_cast<uintptr_t>(buffer->p) + buffer->bytes) {
     buffer = find_allocation(a.p);
@@ -201,7 +198,7 @@ EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index
 }
 
 // ---- copies and atomics ---------------------------------------------------
-static inline Cell* shared_cells(Worker* w, const void* p) { return checker().shared + (static_cast<const char*>(p) - w->arena); }
+static inline Cell* shared_cells(Worker* w, const void* p) { return checker.shared + (static_cast<const char*>(p) - w->arena); }
 static void check_copy_started(Worker* w, Lane* lane, const Copy& copy) {
   if (static_cast<size_t>(static_cast<char*>(copy.dst) - w->arena) >= ARENA)
     fail(w, {lane, at_line(copy.line)}, "cp_async_16: the destination is not in shared memory");
@@ -212,7 +209,7 @@ static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
   for (unsigned i = 0; i < 16; ++i) {
     Cell& cell = shared_cells(w, copy.dst)[i];
     cell.state = PLAIN;
-    cell.write_tick = checker().tick;
+    cell.write_tick = checker.tick;
     cell.writer = static_cast<uint16_t>(lane->linear);
     cell.write_where = at_line(copy.line);
   }
@@ -227,7 +224,7 @@ static void merge(std::vector<bool>& into, const std::vector<bool>& from) {
 static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Where where) {
   check(w, {lane, p, bytes, true, true, where});
   if (p - reinterpret_cast<uintptr_t>(w->arena) < ARENA) return;
-  Checker& c = checker();
+  Checker& c = checker;
   std::vector<bool>& known = c.released[p];
   merge(c.seen, known);
   if (!lane->fenced) return;

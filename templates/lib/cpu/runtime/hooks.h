@@ -7,7 +7,7 @@
 static inline void hook(const volatile void* p, size_t bytes, bool write, void* pc) {
   Worker* w = current();
   if (!w || !w->running || !(w->launch->flags & CHECK)) return;
-  const Where where = static_cast<Where>(reinterpret_cast<uintptr_t>(pc) - 1 - checker().module_start);
+  const Where where = static_cast<Where>(reinterpret_cast<uintptr_t>(pc) - 1 - checker.module_start);
   check_access(w, current_lane(w), reinterpret_cast<uintptr_t>(p), static_cast<unsigned>(bytes), write, where);
 }
 #define HERE __builtin_return_address(0)

@@ -31,10 +31,7 @@ struct Allocations {
   std::mutex mutex;
   std::map<uintptr_t, Allocation> by_end;  // keyed by the last address, so that upper_bound finds the owner
 };
-static Allocations& allocations() {
-  static Allocations* all = new Allocations;  // never destroyed: kernels may run while the process ends
-  return *all;
-}
+static Allocations& allocations = *new Allocations;  // never destroyed: kernels may run while the process ends
 
 static char* map_pages(size_t bytes, int protection) {
   void* p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -42,14 +39,14 @@ static char* map_pages(size_t bytes, int protection) {
 }
 
 static Allocation* find_allocation(uintptr_t p) {
-  auto& all = allocations().by_end;
+  auto& all = allocations.by_end;
   auto it = all.lower_bound(p);
   return it != all.end() && p >= reinterpret_cast<uintptr_t>(it->second.p) ? &it->second : nullptr;
 }
 // the allocation that ends before or starts after p and is nearest, if any is near: for messages
 static Allocation* nearest_allocation(uintptr_t p) {
   const uintptr_t near = 1 << 20;
-  auto& all = allocations().by_end;
+  auto& all = allocations.by_end;
   auto after = all.lower_bound(p);
   Allocation* best = nullptr;
   uintptr_t distance = near;
@@ -79,7 +76,7 @@ EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
   }
   memset(base + PAGE, POISON, pages);
   char* p = base + PAGE + pages - body;
-  Allocations& all = allocations();
+  Allocations& all = allocations;
   std::lock_guard<std::mutex> hold(all.mutex);
   all.by_end[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = {base, pages + 2 * PAGE, p, bytes};
   return p;
@@ -94,7 +91,7 @@ static bool canary_intact(const Allocation& a) {
 }
 
 EMU_API void emu_free(void* p) {
-  Allocations& all = allocations();
+  Allocations& all = allocations;
   std::lock_guard<std::mutex> hold(all.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (!a || a->p != p) return;
@@ -113,12 +110,12 @@ static bool make_shadow(Allocation* a) {
 }
 // The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
 EMU_API int emu_watch(void* p) {
-  std::lock_guard<std::mutex> hold(allocations().mutex);
+  std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   return a && make_shadow(a);
 }
 EMU_API void emu_host_wrote(void* p, size_t bytes) {
-  std::lock_guard<std::mutex> hold(allocations().mutex);
+  std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (a && has_shadow(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
 }

@@ -31,7 +31,7 @@ static void on_crash(int signal_number, siginfo_t* info, void* context) {
     return;
   }
   w->running = false;  // a fault in here is a bug of the runtime
-  const Checker& c = checker();
+  const Checker& c = checker;
   Blame blame{current_lane(w)};
   const uintptr_t pc = faulting_pc(context);
   if (pc >= c.module_start && pc < c.module_end) blame.where = static_cast<Where>(pc - c.module_start);
@@ -175,16 +175,13 @@ static uint64_t now() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
-static std::mutex& error_mutex() {
-  static std::mutex* m = new std::mutex;
-  return *m;
-}
+static std::mutex& error_mutex = *new std::mutex;
 // Runs blocks until none is left, one fails, time is up, or `until` has passed. True: there is more to do.
 static bool run_blocks(Job* job, uint64_t until) {
   EmuLaunch* launch = job->launch;
   Worker* w = this_worker();
   if (!reserve_stacks(w, launch->threads)) {
-    std::lock_guard<std::mutex> hold(error_mutex());
+    std::lock_guard<std::mutex> hold(error_mutex);
     snprintf(launch->error.text, sizeof launch->error.text, "out of memory for the stacks of %u threads", launch->threads);
     job->failed = true;
     return false;
@@ -195,7 +192,7 @@ static bool run_blocks(Job* job, uint64_t until) {
     const unsigned i = job->next.fetch_add(1);
     if (i >= job->count) return false;
     if (!run_block(w, launch->flags & SHUFFLED ? shuffled_block(launch, i, job->count) : i)) {
-      std::lock_guard<std::mutex> hold(error_mutex());
+      std::lock_guard<std::mutex> hold(error_mutex);
       if (!job->failed) launch->error = w->error;
       job->failed = true;
       return false;
@@ -289,7 +286,7 @@ __attribute__((constructor)) static void survive_forks() {  // a child must not 
 
 // The address range of the library that a kernel lives in.
 static int find_module(dl_phdr_info* info, size_t, void* data) {
-  auto& c = checker();
+  auto& c = checker;
   const uintptr_t kernel = *static_cast<uintptr_t*>(data);
   uintptr_t end = 0;
   bool inside = false;
@@ -312,7 +309,7 @@ EMU_API int emu_launch(EmuLaunch* launch) {
   const uint64_t WORTH_HELPERS = 50000;  // ns: about what waking a thread costs
   hold_launches();
   uintptr_t kernel = reinterpret_cast<uintptr_t>(launch->kernel);
-  const Checker& c = checker();
+  const Checker& c = checker;
   if (kernel < c.module_start || kernel >= c.module_end) dl_iterate_phdr(find_module, &kernel);
   const uint64_t started = now();
   Job job{};

@@ -172,6 +172,10 @@ EMU_API void emu_sync_warp(unsigned mask, int line) { collective(current(), mask
 
 static void shuffle_step(EmuWarp* base, unsigned mask, int line) {
   Warp* warp = static_cast<Warp*>(base);
+  if (mask == ~0u) {
+    for (int l = 0; l < 32; ++l) warp->received[l] = warp->sent[warp->from[l]];
+    return;
+  }
   for (unsigned m = mask; m; m &= m - 1) {
     const int l = __builtin_ctz(m), from = warp->from[l];
     if (!(mask >> from & 1u))
@@ -179,10 +183,22 @@ static void shuffle_step(EmuWarp* base, unsigned mask, int line) {
     warp->received[l] = warp->sent[from];
   }
 }
-EMU_API void emu_shuffle(unsigned mask, int from, int line, const char* what) {
+EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int operand, int width, int line) {
+  static const char* const names[] = {"__shfl_sync", "__shfl_xor_sync", "__shfl_up_sync", "__shfl_down_sync"};
   Worker* w = current();
-  w->lane->warp->from[w->lane->index] = from;
-  collective(w, mask, shuffle_step, nullptr, line, what);
+  const int lane = static_cast<int>(w->lane->index);
+  const int first = lane & ~(width - 1), last = lane | (width - 1);  // of the segment; reading outside it gives the lane's own value
+  int from = lane;
+  switch (kind) {
+    case EMU_FROM_LANE: from = first | (operand & (width - 1)); break;
+    case EMU_FROM_XOR: from = (lane ^ operand) > last ? lane : lane ^ operand; break;
+    case EMU_FROM_BELOW: from = lane - operand < first ? lane : lane - operand; break;
+    case EMU_FROM_ABOVE: from = lane + operand > last ? lane : lane + operand; break;
+  }
+  Warp* warp = warp_of(current_lane(w));
+  warp->sent[lane] = bits;
+  warp->from[lane] = from & 31;
+  collective(w, mask, shuffle_step, nullptr, line, names[kind]);
 }
 EMU_API unsigned emu_active_mask() {
   Worker* w = current();

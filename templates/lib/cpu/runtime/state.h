@@ -62,6 +62,9 @@ struct Warp : EmuWarp {
   unsigned alive, runnable, at_collective, at_barrier;  // sets of lanes
   unsigned index;
   struct Lane* lanes[32];
+  // shuffles
+  uint64_t sent[32];
+  int from[32];
 };
 
 struct Lane : EmuLane {
