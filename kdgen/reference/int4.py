@@ -61,8 +61,8 @@ def encode(weight: Array, group_size: int) -> tuple[NDArray[np.int32], Array]:
     if not np.isfinite(groups).all():
         raise ValueError("weights to quantize must be finite")
     largest = np.abs(groups).max(axis=2)
-    # Largest value a bfloat16 scale can underflow from: such a group decodes to zeros either way.
     scale = np.where(largest > 0, largest / 7.5, 1.0).astype(ml_dtypes.bfloat16)
+    # A scale that underflows bfloat16 is 1 as well: the group decodes to zeros either way.
     scale = np.where(scale.astype(np.float64) > 0, scale, np.asarray(1, ml_dtypes.bfloat16))
     q = np.clip(np.rint(groups / scale.astype(np.float64)[:, :, None]), LOW, HIGH).astype(np.int8)
     return pack(q.reshape(rows, cols)), scale

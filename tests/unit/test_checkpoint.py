@@ -1,0 +1,232 @@
+"""Reading published checkpoints: whole ones, in every arrangement, and damaged ones, each refused with one clear message."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import write_model, write_safetensors
+from hypothesis import given, settings
+from numpy.typing import NDArray
+from strategies import specs
+
+from kdgen.config import load_config
+from kdgen.errors import WeightError
+from kdgen.reference.model import ReferenceModel
+from kdgen.spec import Quantization, Spec, load_spec
+from kdgen.weights.checkpoint import Checkpoint, read_header
+from kdgen.weights.random import random_weights
+
+SMALL = load_spec("tiny").model_copy(update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64})
+INT4 = SMALL.model_copy(update={"quantization": Quantization(group_size=32)})
+
+
+def tensors(spec: Spec = SMALL) -> dict[str, NDArray[Any]]:
+    return dict(random_weights(spec, 5))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+@pytest.mark.parametrize("spec", [SMALL, INT4], ids=["bf16", "int4"])
+def test_every_arrangement_reads_the_same(tmp_path: Path, spec: Spec, shards: int, prefix: str) -> None:
+    vision = {"vision_tower.patch_embed.proj.weight": np.zeros((2, 2), np.float32), "mm_projector.proj.0.bias": np.zeros(3, np.float32)}
+    write_model(tmp_path, spec, tensors(spec), shards, prefix, extra=vision if prefix else None)
+    read = Checkpoint(tmp_path)
+    read.validate(spec)
+    assert load_config(tmp_path).sha256 == spec.sha256
+    expected = tensors(spec)
+    assert read.names() == sorted(expected)
+    for key, array in expected.items():
+        assert read[key].dtype == array.dtype
+        np.testing.assert_array_equal(read[key].astype(np.float64), array.astype(np.float64))
+        assert not read[key].flags.writeable
+
+
+def test_one_file_shards_without_index_and_symbolic_links(tmp_path: Path) -> None:
+    whole = tensors()
+    keys = list(whole)
+    write_safetensors(tmp_path / "a.safetensors", {key: whole[key] for key in keys[:5]})
+    write_safetensors(tmp_path / "b.safetensors", {key: whole[key] for key in keys[5:]})
+    Checkpoint(tmp_path).validate(SMALL)
+    assert Checkpoint(tmp_path / "a.safetensors").names() == sorted(keys[:5])
+    linked = tmp_path / "linked"  # as a hub's cache lays a folder out
+    linked.mkdir()
+    write_safetensors(tmp_path / "blob", whole)
+    (linked / "model.safetensors").symlink_to(tmp_path / "blob")
+    Checkpoint(linked).validate(SMALL)
+
+
+def test_a_multi_token_prediction_layer_is_left_alone(tmp_path: Path) -> None:
+    layer = {"model.layers.2.eh_proj.weight": np.zeros((2, 4), np.float32), "model.layers.2.enorm.weight": np.zeros(2, np.float32)}
+    write_model(tmp_path, SMALL, tensors(), extra=layer)
+    Checkpoint(tmp_path).validate(SMALL)
+
+
+def refused(folder: Path, spec: Spec = SMALL) -> str:
+    with pytest.raises(WeightError) as error:
+        read = Checkpoint(folder)
+        read.validate(spec)
+        for key in read:
+            read[key]
+    return str(error.value)
+
+
+def test_missing_extra_wrong_shape_and_wrong_type_are_all_listed(tmp_path: Path) -> None:
+    whole = tensors()
+    del whole["model.norm.weight"]
+    whole["model.layers.0.self_attn.extra.weight"] = np.zeros(3, np.float32)
+    whole["model.layers.1.input_layernorm.weight"] = np.zeros(7, ml_dtypes.bfloat16)
+    whole["lm_head.weight"] = whole["lm_head.weight"].astype(np.float16)
+    message = refused(write_model(tmp_path, SMALL, whole))
+    assert "tensor model.norm.weight [64] is missing" in message
+    assert "model.layers.0.self_attn.extra.weight [3] is not part of this model" in message
+    assert "model.layers.1.input_layernorm.weight has shape [7], the config says [64]" in message
+    assert "lm_head.weight is stored as F16, expected BF16" in message
+    assert len(message.splitlines()) == 4
+
+
+def test_a_long_list_is_cut(tmp_path: Path) -> None:
+    message = refused(write_model(tmp_path, SMALL, {}))
+    assert len(message.splitlines()) == 21
+    assert "more" in message.splitlines()[-1]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, 900, -1])
+def test_a_file_cut_short_anywhere(tmp_path: Path, cut: int) -> None:
+    write_model(tmp_path, SMALL, tensors())
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, cut if cut >= 0 else file.stat().st_size - 1)
+    message = refused(tmp_path)
+    assert "model.safetensors" in message
+    assert "truncated" in message
+    assert "\n" not in message
+
+
+def test_missing_and_truncated_shards_are_both_named(tmp_path: Path) -> None:
+    write_model(tmp_path, SMALL, tensors(), shards=3)
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()
+    os.truncate(tmp_path / "model-00002-of-00003.safetensors", 3000)
+    message = refused(tmp_path)
+    assert "model-00001-of-00003.safetensors: missing" in message
+    assert "model-00002-of-00003.safetensors: is truncated" in message
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "c:\\x", ""])
+def test_an_index_that_points_outside_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    assert "points outside its folder" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\xff"])
+def test_a_damaged_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    assert "is no index" in refused(tmp_path)
+
+
+def test_an_index_that_disagrees_with_its_shards(tmp_path: Path) -> None:
+    write_model(tmp_path, SMALL, tensors(), shards=2)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.norm.weight"], moved = "model-00001-of-00002.safetensors", index["weight_map"].pop("lm_head.weight")
+    index["weight_map"]["invented.weight"] = moved
+    file.write_text(json.dumps(index))
+    message = refused(tmp_path)
+    assert "invented.weight is not in" in message
+    assert "lm_head.weight is not in the index" in message
+
+
+def header(file: Path, entries: object, data: bytes = b"") -> Path:
+    text = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        (b"{", "damaged header"),
+        (b"[]", "damaged header"),
+        (b"[" * 99999, "damaged header"),
+        ({"a": 3}, "damaged header entry"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "disagree"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, "disagree"),
+        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "disagree"),
+        ({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, "not supported"),
+        ({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 2**64]}}, "truncated"),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+                "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+            },
+            "overlap",
+        ),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, entries: object, reason: str) -> None:
+    with pytest.raises(WeightError, match=reason):
+        read_header(header(tmp_path / "x.safetensors", entries, b"\0" * 8))
+
+
+def test_an_unaligned_tensor_is_read(tmp_path: Path) -> None:
+    values = np.arange(5, dtype=np.float32)
+    text = json.dumps({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}).encode()
+    text += b" " * (3 - len(text) % 4)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + values.tobytes())
+    array = Checkpoint(tmp_path)["a"]
+    assert array.flags.aligned
+    np.testing.assert_array_equal(array, values)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+    whole = tensors(INT4)
+    key = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
+    whole[key] = whole[key].copy()
+    whole[key][3, 1] = value
+    assert f"{key} holds scales that are NaN or infinite" in refused(write_model(tmp_path, INT4, whole), INT4)
+
+
+def test_int4_shapes_that_contradict_the_weights(tmp_path: Path) -> None:
+    whole = tensors(INT4)
+    key = "model.layers.1.mlp.experts.1.down_proj.weight_shape"
+    whole[key] = whole[key][::-1].copy()
+    assert f"{key} says" in refused(write_model(tmp_path, INT4, whole), INT4)
+    whole[key] = whole[key][::-1].astype(np.int32)  # as Kimi K2.5 stores it
+    write_model(tmp_path, INT4, whole)
+    Checkpoint(tmp_path).validate(INT4)
+
+
+def test_a_config_that_contradicts_its_tensors(tmp_path: Path) -> None:
+    write_model(tmp_path, SMALL, tensors())
+    assert "weight_packed" in refused(tmp_path, INT4)
+    assert "model.layers.2." in refused(tmp_path, SMALL.model_copy(update={"num_hidden_layers": 3}))
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert "holds no safetensors file" in refused(tmp_path)
+    assert "holds no safetensors file" in refused(tmp_path / "nowhere")
+
+
+@settings(max_examples=10)
+@given(spec=specs(quantized=None, max_layers=2))
+def test_random_weights_are_a_checkpoint_of_their_spec(tmp_path_factory: pytest.TempPathFactory, spec: Spec) -> None:
+    folder = write_model(tmp_path_factory.mktemp("model"), spec, random_weights(spec, 1))
+    read = Checkpoint(folder)
+    read.validate(spec)
+    logits = ReferenceModel(spec, read).forward([0, 1, 1]).logits
+    assert logits.shape == (3, spec.vocab_size)
+    assert np.isfinite(logits).all()
+
+
+def test_random_weights_depend_on_seed_and_key_alone() -> None:
+    first, again, other = random_weights(INT4, 1), random_weights(INT4, 1), random_weights(INT4, 2)
+    for key in reversed(list(first)):
+        np.testing.assert_array_equal(first[key].astype(np.float64), again[key].astype(np.float64))
+    assert (first["lm_head.weight"] != other["lm_head.weight"]).any()
+    bigger = random_weights(INT4.model_copy(update={"num_hidden_layers": 3}), 1)
+    np.testing.assert_array_equal(bigger["lm_head.weight"], first["lm_head.weight"])
