@@ -44,6 +44,7 @@ class Flags:
     prec_div: bool = True
     prec_sqrt: bool = True
     ptxas_options: str = "-v"
+    no_cache: bool = True  # NVRTC's own disk cache gives the code without the log that registers and spills are read from
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
         prec_div=flags.prec_div,
         prec_sqrt=flags.prec_sqrt,
         ptxas_options=flags.ptxas_options,
+        no_cache=flags.no_cache,
     )
     log = io.StringIO()
     started = time.perf_counter()

@@ -146,8 +146,9 @@ class CudaBackend(Backend):
         return DeviceArray(shape, dtype, int(array.device_ctypes_pointer.value or 0), nbytes, handle)
 
     def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
+        source = self._array(array)
         with self._reporting("copying from the GPU"):
-            values: npt.NDArray[np.generic] = self._array(array).copy_to_host(stream=self._stream)
+            values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
         self.synchronize()
         if array.dtype == "bf16":
             values = values.view(ml_dtypes.bfloat16)
