@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import shutil
 import tempfile
 from dataclasses import dataclass
 
@@ -14,6 +12,7 @@ import click
 
 from kdgen import __version__
 from kdgen.backends.cuda import Gpu, find_gpu
+from kdgen.backends.host_compiler import find as find_cxx
 from kdgen.cache import Cache
 from kdgen.cli.output import emit_json, emit_table, size_text
 from kdgen.compile import nvrtc_version, supported_archs
@@ -45,7 +44,7 @@ class DoctorReport:
     nvrtc: str | None
     archs: tuple[str, ...]
     clang_format: str | None
-    cxx_compilers: tuple[str, ...]
+    cxx_compiler: str | None  #: for the CPU backend
     gpu: Gpu | None
     gpu_reason: str | None  #: why there is none
     cache: CacheState
@@ -67,9 +66,12 @@ def examine() -> DoctorReport:
     except KdgenError as error:
         problems.append(str(error))
     gpu = find_gpu()
-    compilers = cxx_compilers()
-    if not compilers:
-        problems.append("no C++ compiler for the CPU backend; pip install ziglang")
+    compiler: str | None = None
+    try:
+        found = find_cxx()
+        compiler = f"{' '.join(found.command)}: {found.identity.splitlines()[0]}"
+    except KdgenError as error:
+        problems.append(str(error))
     cache = cache_state(Cache.default())
     if not cache.writable:
         problems.append(f"the cache {cache.path} cannot be written; set KDGEN_CACHE_DIR")
@@ -83,19 +85,12 @@ def examine() -> DoctorReport:
         nvrtc=nvrtc,
         archs=archs,
         clang_format=formatter,
-        cxx_compilers=compilers,
+        cxx_compiler=compiler,
         gpu=None if isinstance(gpu, str) else gpu,
         gpu_reason=gpu if isinstance(gpu, str) else None,
         cache=cache,
         problems=tuple(problems),
     )
-
-
-def cxx_compilers() -> tuple[str, ...]:
-    """C++ compilers that are there, by name."""
-    chosen = os.environ.get("CXX", "").split()[:1]
-    found = [name for name in dict.fromkeys([*chosen, "g++", "clang++"]) if shutil.which(name)]
-    return tuple(found + (["ziglang"] if importlib.util.find_spec("ziglang") else []))
 
 
 def installed_version(package: str) -> str | None:
@@ -132,7 +127,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
             *((package.name, package.version or "not installed") for package in report.packages),
             ("NVRTC", f"{report.nvrtc}: {', '.join(report.archs)}" if report.nvrtc else "none"),
             ("clang-format", report.clang_format or "none"),
-            ("C++ compilers", ", ".join(report.cxx_compilers) or "none"),
+            ("C++ compiler", report.cxx_compiler or "none"),
             ("GPU", gpu_text(report)),
             ("cache", f"{report.cache.path} ({size_text(report.cache.bytes)}{'' if report.cache.writable else ', not writable'})"),
             *(("problem", problem) for problem in report.problems),

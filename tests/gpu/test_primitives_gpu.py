@@ -117,7 +117,7 @@ def sources() -> list[Source]:
     ]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", "cpu-shuffled", "cpu-checker", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Backend:
     backend = open_backend(request.param)
     backend.load(sources())
