@@ -85,6 +85,11 @@ def _mma_warps(cols: int) -> int:
     return 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
 
 
+def _blocks_per_sm(warps: int) -> int:
+    """24 warps an SM leave a thread 80 registers, which the MMA kernels need; no more than 12 blocks, since some targets hold 16."""
+    return min(12, 24 // warps)
+
+
 @dataclass(frozen=True)
 class Linear:
     """A dense layer, before it is decided which kernel runs it."""
@@ -203,8 +208,8 @@ class Catalogue:
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, token_tiles=TOKEN_TILES,
-            in_flight=min(8, -(-layer.cols // 16 // warps)), out=out, gated=layer.gated, bias=layer.bias,
-            accumulate=layer.accumulate, epilogue_comment=epilogue,
+            in_flight=min(8, -(-layer.cols // 16 // warps)), blocks_per_sm=_blocks_per_sm(warps), out=out,
+            gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         grid = (Extent(-(-layer.rows // 16)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
         return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, 0, cost, layer.summary)
@@ -244,14 +249,14 @@ class Catalogue:
         if not self.fast:
             generic = params.MlaAttentionF32(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, tile=32,
-                scale=s.softmax_scale, block=_block_for(latent, 128),
+                scale=s.softmax_scale, block=_block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
             return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary)
         smem = attention_smem(s)
         mma = params.MlaAttentionMma(
-            name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, scale=s.softmax_scale,
-            smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
+            name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, blocks_per_sm=2,
+            scale=s.softmax_scale, smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
         )  # fmt: skip
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
         return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
@@ -329,7 +334,8 @@ class Catalogue:
         warps = 4
         mma = params.ExpertsMma(
             name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, token_tiles=2, in_flight=4 if int4 else 8,
-            weight="unsigned char" if int4 else "uint4", int4=int4, out=out, gated=gated, weight_comment=comment,
+            blocks_per_sm=_blocks_per_sm(warps), weight="unsigned char" if int4 else "uint4", int4=int4,
+            out=out, gated=gated, weight_comment=comment,
         )  # fmt: skip
         grid = (Extent(-(-rows // 16 // warps)), active, ONE)
         return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, grid, 0, cost, summary)
@@ -357,7 +363,7 @@ class Catalogue:
 
     def _top_k(self) -> Kernel:
         vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
-        p = params.TopK("top_k", vocab, MAX_CANDIDATES, block)
+        p = params.TopK("top_k", vocab, MAX_CANDIDATES, block, blocks_per_sm=1)
         cost = Cost(0, 2 * vocab * 4, 4 * vocab)
         return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "candidates of each draft row")
 
@@ -373,7 +379,7 @@ class Catalogue:
         return Kernel("tree_build", "tree_build.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(0, 20, 0), "best-first draft tree")
 
     def _tree_rows(self) -> Kernel:
-        p = params.TreeRows("tree_rows", MAX_NODES, MAX_PATH, 64)
+        p = params.TreeRows("tree_rows", MAX_PATH, 64)
         return Kernel("tree_rows", "tree_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 20 + MAX_PATH * 4, 0), "row metadata of a tree")
 
     def _tree_accept(self) -> Kernel:

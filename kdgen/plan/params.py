@@ -60,6 +60,7 @@ class LinearMma:
     warps: int
     token_tiles: int
     in_flight: int
+    blocks_per_sm: int
     out: CType
     gated: bool
     bias: bool
@@ -94,6 +95,7 @@ class MlaAttentionF32:
     tile: int
     scale: float
     block: int
+    blocks_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class MlaAttentionMma:
     row: int
     max_path: int
     split: int
+    blocks_per_sm: int
     scale: float
     smem_comment: str
 
@@ -176,6 +179,7 @@ class ExpertsMma:
     warps: int
     token_tiles: int
     in_flight: int
+    blocks_per_sm: int
     weight: Literal["uint4", "unsigned char"]
     int4: bool
     out: CType
@@ -204,6 +208,7 @@ class TopK:
     vocab: int
     max_candidates: int
     block: int
+    blocks_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,6 @@ class TreeBuild:
 @dataclass(frozen=True)
 class TreeRows:
     name: str
-    max_nodes: int
     max_path: int
     block: int
 
