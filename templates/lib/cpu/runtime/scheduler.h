@@ -222,7 +222,7 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
   warp->runnable &= ~bit;
   --w->alive;
   if (w->barrier_count)
-    fail(w, {me, 0, at_line(w->barrier_line)}, "divergence: this thread has ended while others of its block wait at __syncthreads ({other})");
+    fail(w, {me, at_line(w->barrier_line)}, "divergence: this thread has ended while others of its block wait at this __syncthreads");
   Lane* next = next_lane(w, me);
   if (!next && w->alive) fail_stuck(w);
   return next;

@@ -1,0 +1,495 @@
+"""The checker names the kernel and the line of every kind of bug it promises to find, and stays silent about clean kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kdgen.backends.base import Argument, Pointer, Source
+from kdgen.backends.cpu import CpuBackend
+from kdgen.errors import BackendError
+
+THREADS = 64
+PARAMETERS = "int* __restrict__ out, const int* __restrict__ in, int n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel body; lines marked ``// BUG`` are those that the checker may name. ``out`` and ``in`` hold THREADS ints each."""
+
+    body: str
+    says: str = ""
+    blocks: int = 1
+    smem: int = 0
+    blank_input: bool = False  # nobody has written `in`
+
+
+BUGS = {
+    "race_missing_barrier": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;  // BUG
+  out[t] = s[t ^ 1];  // BUG
+""",
+        "race|uninitialised",
+    ),
+    "race_barrier_too_few": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  int sum = 0;
+  for (int i = 0; i < 3; ++i) {
+    s[t] = t + i;  // BUG
+    __syncthreads();
+    sum += s[THREADS - 1 - t];  // BUG
+  }
+  out[t] = sum;
+""",
+        "race",
+    ),
+    "race_shuffle_is_no_fence": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;  // BUG
+  if (__shfl_sync(0xffffffffu, 1, 0) == 2) return;
+  out[t] = s[t ^ 1];  // BUG
+""",
+        "race",
+    ),
+    "race_syncwarp_across_warps": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;  // BUG
+  __syncwarp();
+  out[t] = s[t ^ 32];  // BUG
+""",
+        "race|uninitialised",
+    ),
+    "race_partial_syncwarp": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;  // BUG
+  if (t % 32 < 16) __syncwarp(0xffffu);
+  out[t] = s[t ^ 16];  // BUG
+""",
+        "race|uninitialised",
+    ),
+    "race_same_global_element": Case(
+        """
+  out[t / 2] = t;  // BUG
+""",
+        r"race: 4-byte write of i32\[64\], argument 0 after a write by thread \d+ of this block",
+    ),
+    "race_between_blocks": Case(
+        """
+  out[t] = in[t] + (int)blockIdx.x;  // BUG
+""",
+        r"race: 4-byte write of .* of another block",
+        blocks=2,
+    ),
+    "race_reads_before_another_block_writes": Case(
+        """
+  const int before = out[0];  // BUG
+  if (blockIdx.x == 1 && t == 0) out[0] = before + 1;  // BUG
+""",
+        "race",
+        blocks=3,
+    ),
+    "race_atomic_then_plain_read": Case(
+        """
+  SHARED_ARRAY(int, count, [1]);
+  if (t == 0) count[0] = 0;
+  __syncthreads();
+  atomicAdd(&count[0], 1);  // BUG
+  out[t] = count[0];  // BUG
+""",
+        "race",
+    ),
+    "race_last_block_without_fence": Case(
+        """
+  SHARED_ARRAY(int, last, [1]);
+  if (t == 0) out[1 + blockIdx.x] = 3;  // BUG
+  if (t == 0) last[0] = atomicAdd(&out[0], 1) == in[1] + 2;
+  __syncthreads();
+  if (last[0] && t == 0) out[10] = out[1] + out[2] + out[3];  // BUG
+""",
+        "race",
+        blocks=3,
+    ),
+    "race_ldmatrix": Case(
+        """
+  SHARED_ARRAY(uint4, s, [32]);
+  if (t >= 32) return;
+  s[t] = make_uint4(t, t, t, t);  // BUG
+  u32 r[4];
+  ldmatrix_x4(r, &s[t ^ 1]);  // BUG
+  out[t] = (int)r[0];
+""",
+        "race",
+    ),
+    "uninitialised_shared": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  if (t != 5) s[t] = t;
+  __syncthreads();
+  out[t] = s[THREADS - 1 - t];  // BUG
+""",
+        r"uninitialised: 4-byte read of static shared memory",
+    ),
+    "uninitialised_shared_of_an_earlier_block": Case(
+        """
+  SHARED_DYNAMIC(int, s);
+  if (blockIdx.x == 0) s[t] = t;
+  __syncthreads();
+  if (t == 0) out[blockIdx.x] = s[0];  // BUG
+""",
+        r"uninitialised: 4-byte read of dynamic shared memory",
+        blocks=2,
+        smem=4 * THREADS,
+    ),
+    "uninitialised_global": Case(
+        """
+  out[t] = in[t];  // BUG
+""",
+        r"uninitialised: 4-byte read of byte \d+ of i32\[64\], argument 1",
+        blank_input=True,
+    ),
+    "uninitialised_streaming_load": Case(
+        """
+  const uint4 v = load_stream_16(in + t / 4 * 4);  // BUG
+  out[t] = (int)v.x;
+""",
+        "uninitialised: 16-byte read",
+        blank_input=True,
+    ),
+    "bounds_global_read": Case(
+        """
+  out[t] = in[t + 1];  // BUG
+""",
+        r"out of bounds: 4-byte read at byte 256 of i32\[64\], argument 1, which has 256",
+    ),
+    "bounds_global_write": Case(
+        """
+  if (t == 3) out[THREADS + n] = 1;  // BUG
+""",
+        r"out of bounds: 4-byte write at byte 284 of i32\[64\], argument 0",
+    ),
+    "bounds_far_away": Case(
+        """
+  if (t == 3) *(int*)(size_t)(4096 + 4 * n) = 1;  // BUG
+""",
+        "no memory of this device",
+    ),
+    "bounds_shared": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t + 1] = t;  // BUG
+  __syncthreads();
+  out[t] = s[t];
+""",
+        "out of bounds: 4-byte write outside every shared array",
+    ),
+    "bounds_dynamic_shared": Case(
+        """
+  SHARED_DYNAMIC(int, s);
+  s[t] = t;  // BUG
+  __syncthreads();
+  out[t] = s[t];
+""",
+        "out of bounds: 4-byte write at byte 252 of 252 bytes of dynamic shared memory",
+        smem=4 * THREADS - 4,
+    ),
+    "misaligned_vector": Case(
+        """
+  if (t < 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(in + 2 * t + 1);  // BUG
+    out[t] = (int)(v.x + v.y);
+  }
+""",
+        "misaligned: 8-byte read",
+    ),
+    "misaligned_copy": Case(
+        """
+  SHARED_ARRAY(uint4, s, [4]);
+  if (t < 4) cp_async_16(&s[t], in + 1, true);  // BUG
+""",
+        "cp_async_16: an address is not a multiple of 16",
+    ),
+    "copy_not_waited_for": Case(
+        """
+  SHARED_ARRAY(uint4, s, [THREADS / 4]);
+  if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);
+  cp_async_commit();
+  __syncthreads();
+  out[t] = (int)s[t / 4].x;  // BUG
+""",
+        "unwaited copy",
+    ),
+    "copy_waited_one_group_short": Case(
+        """
+  SHARED_ARRAY(uint4, s, [THREADS / 2]);
+  if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);
+  cp_async_commit();
+  if (t < THREADS / 4) cp_async_16(&s[t + THREADS / 4], in + 4 * t, true);
+  cp_async_commit();
+  cp_async_wait<1>();
+  __syncthreads();
+  out[t] = (int)(s[t / 4].x + s[THREADS / 4 + t / 4].x);  // BUG
+""",
+        "unwaited copy",
+    ),
+    "copy_without_barrier": Case(
+        """
+  SHARED_ARRAY(uint4, s, [THREADS / 4]);
+  if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);  // BUG
+  cp_async_commit();
+  cp_async_wait<0>();
+  out[t] = (int)s[t / 4].x;  // BUG
+""",
+        "race|uninitialised|unwaited",
+    ),
+    "copy_overwrites_what_is_read": Case(
+        """
+  SHARED_ARRAY(uint4, s, [THREADS / 4]);
+  if (t < THREADS / 4) s[t] = make_uint4(t, t, t, t);
+  __syncthreads();
+  out[t] = (int)s[t / 4].x;  // BUG
+  if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);  // BUG
+""",
+        "race|unwaited",
+    ),
+    "divergence_barrier_in_one_warp": Case(
+        """
+  if (t < 32) __syncthreads();  // BUG
+  out[t] = t;
+""",
+        "divergence",
+    ),
+    "divergence_two_barriers": Case(
+        """
+  if (t < 32)
+    __syncthreads();  // BUG
+  else
+    __syncthreads();  // BUG
+  out[t] = t;
+""",
+        "divergence: this thread is at one __syncthreads while others",
+    ),
+    "divergence_early_return": Case(
+        """
+  if (t >= 48) return;
+  __syncthreads();  // BUG
+  out[t] = t;
+""",
+        "divergence",
+    ),
+    "divergence_shuffle_in_half_a_warp": Case(
+        """
+  int v = t;
+  if (t % 32 < 16) v = __shfl_xor_sync(0xffffffffu, v, 1);  // BUG
+  out[t] = v;
+""",
+        "divergence",
+    ),
+    "divergence_two_collectives": Case(
+        """
+  int v = t;
+  if (t & 1)
+    v = __shfl_sync(0xffffffffu, v, 0);  // BUG
+  else
+    v = __shfl_xor_sync(0xffffffffu, v, 1);  // BUG
+  out[t] = v;
+""",
+        "divergence",
+    ),
+    "divergence_mask_without_caller": Case(
+        """
+  out[t] = __shfl_sync(0xffffu, t, 0);  // BUG
+""",
+        "leaves out the calling lane",
+    ),
+    "shuffle_from_outside_the_mask": Case(
+        """
+  if (t % 32 < 16) out[t] = __shfl_sync(0xffffu, t, 20);  // BUG
+""",
+        "reads lane 20, which is not in the mask",
+    ),
+    "trap": Case(
+        """
+  if (t == 7) __trap();  // BUG
+""",
+        "__trap",
+    ),
+    "division_by_zero": Case(
+        """
+  out[t] = 5 / (n - 7);  // BUG
+""",
+        "division by zero",
+    ),
+}
+
+CLEAN = {
+    "shared_exchange": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  for (int i = 0; i < 3; ++i) {
+    s[t] = t + i;
+    __syncthreads();
+    out[t] = s[THREADS - 1 - t];
+    __syncthreads();
+  }
+"""
+    ),
+    "syncwarp_orders_a_warp": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;
+  __syncwarp();
+  out[t] = s[t ^ 1];
+"""
+    ),
+    "half_warps_sync_apart": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS]);
+  s[t] = t;
+  if (t % 32 < 16)
+    __syncwarp(0xffffu);
+  else
+    __syncwarp(0xffff0000u);
+  out[t] = s[t ^ 1];
+"""
+    ),
+    "global_exchange_in_a_block": Case(
+        """
+  out[t] = t;
+  __syncthreads();
+  const int other = out[t ^ 33];
+  __syncthreads();
+  out[t] = other + (threadIdx.x == 0 ? (int)blockDim.x : 0);
+"""
+    ),
+    "atomics_then_barrier": Case(
+        """
+  SHARED_ARRAY(int, count, [1]);
+  if (t == 0) count[0] = 0;
+  __syncthreads();
+  atomicAdd(&count[0], 2);
+  __syncthreads();
+  out[t] = count[0];
+"""
+    ),
+    "last_block_sums": Case(
+        """
+  SHARED_ARRAY(int, last, [1]);
+  if (t == 0) {
+    out[1 + blockIdx.x] = 3;
+    __threadfence();
+    last[0] = atomicAdd(&out[0], 1) == in[1] + 2;
+  }
+  __syncthreads();
+  if (last[0] && t == 1) {
+    int sum = 0;
+    for (int i = 0; i < (int)gridDim.x; ++i) sum += out[1 + i];
+    out[10] = sum;
+  }
+""",
+        blocks=3,
+    ),
+    "pipelined_copies": Case(
+        """
+  SHARED_DYNAMIC(uint4, s);
+  const bool mine = t < THREADS / 4;
+  if (mine) cp_async_16(&s[t], in + 4 * t, true);
+  cp_async_commit();
+  if (mine) cp_async_16(&s[t + THREADS / 4], in + 4 * t, t % 2 == 0);
+  cp_async_commit();
+  cp_async_wait<1>();
+  __syncthreads();
+  int sum = (int)s[t / 4].x;
+  cp_async_wait<0>();
+  __syncthreads();
+  out[t] = sum + (int)s[THREADS / 4 + t / 4].x;
+""",
+        smem=16 * THREADS // 2,
+    ),
+    "blocks_apart": Case(
+        """
+  if (t < 16) out[16 * blockIdx.x + t] = in[t] + n;
+""",
+        blocks=4,
+    ),
+    "constants_and_locals": Case(
+        """
+  static const int table[4] = {3, 1, 4, 1};
+  int local[4];
+  for (int i = 0; i < 4; ++i) local[(i + n) % 4] = table[i];
+  out[t] = local[t % 4];
+"""
+    ),
+    "matrix_loads": Case(
+        """
+  SHARED_ARRAY(uint4, s, [32]);
+  if (t < 32) s[t] = make_uint4(t, t, t, t);
+  __syncthreads();
+  u32 r[4];
+  ldmatrix_x4(r, &s[t % 32]);
+  float d[4] = {0, 0, 0, 0};
+  const u32 b[2] = {r[0], r[1]};
+  mma_m16n8k16_bf16(d, r, b);
+  out[t] = (int)warp_sum(d[0]);
+"""
+    ),
+}
+
+
+def source(name: str, case: Case) -> Source:
+    text = f"""#include "primitives.cuh"
+namespace {name} {{
+constexpr int THREADS = {THREADS};
+extern "C" __global__ void __launch_bounds__(THREADS) {name}({PARAMETERS}) {{
+  const int t = threadIdx.x;
+  (void)t;{case.body}}}
+}}
+"""
+    return Source(name, text, THREADS, max(case.smem, 1024))
+
+
+Run = Callable[[str, Case, int], None]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    sources = [source(name, case) for name, case in {**BUGS, **CLEAN}.items()]
+
+    def launch(name: str, case: Case, seed: int) -> None:
+        backend = CpuBackend("checker", seed=seed)
+        backend.load(sources)
+        out = backend.to_device(np.zeros(THREADS, np.int32), "i32")
+        values = backend.empty((THREADS,), "i32") if case.blank_input else backend.to_device(np.zeros(THREADS, np.int32), "i32")
+        args: list[Argument] = [Pointer(out), Pointer(values), 7]
+        backend.launch(name, (case.blocks, 1, 1), THREADS, case.smem, args)
+
+    return launch
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", BUGS)
+def test_every_bug_is_caught_by_kernel_and_line(name: str, seed: int, run: Run) -> None:
+    case = BUGS[name]
+    lines = [i for i, line in enumerate(source(name, case).text.splitlines(), 1) if "// BUG" in line]
+    with pytest.raises(BackendError, match=case.says) as caught:
+        run(name, case, seed)
+    found = re.match(rf"kernel {name} block \([012], 0, 0\) thread \d+ at {name}\.cu:(\d+): ", str(caught.value))
+    assert found, caught.value
+    assert re.search(rf"at {name}\.cu:({'|'.join(map(str, lines))}): ", str(caught.value)), caught.value
+    if "(unknown line)" in str(caught.value) or "{" in str(caught.value):
+        pytest.fail(f"a place is missing: {caught.value}")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_kernels_pass(name: str, seed: int, run: Run) -> None:
+    run(name, CLEAN[name], seed)
