@@ -60,6 +60,16 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
         yield lambda finished: bar.update(task, advance=1, last=printable(finished))
 
 
+@contextlib.contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr, while the block runs; call the value to say something else. Silent without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with console(sys.stderr).status("") as line:
+        yield lambda doing: line.update(printable(doing))
+
+
 def warn(message: str) -> None:
     """One line on stderr."""
     click.echo(f"kdgen: warning: {message}", err=True)
