@@ -169,7 +169,7 @@ class CudaBackend(Backend):
         self._array(array)
         del self._arrays[self._key(array)]
         with self._reporting("freeing GPU memory"):
-            self._numba.current_context().deallocations.clear()  # numba would otherwise keep a few frees for later
+            self._numba.current_context().memory_manager.deallocations.clear()  # numba would otherwise keep a few frees for later
 
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
         from cuda.core import LaunchConfig, launch
