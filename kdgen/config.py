@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kdgen.errors import Finding, SpecError
-from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text, show
+from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text, show, show_key
 
 FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite")
 WRAPPERS = ("kimi_k25",)
@@ -91,7 +91,7 @@ class _Reader:
 
     def bad(self, key: str, reason: str) -> None:
         value = show(self.values[key]) if key in self.values else ""
-        self.findings.append(Finding(self.file, self.path + (key if key.isprintable() else ascii(key)), value, reason))
+        self.findings.append(Finding(self.file, self.path + show_key(key), value, reason))
 
     def get(self, key: str) -> Any:
         return self.values.get(key)

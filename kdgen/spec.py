@@ -403,8 +403,13 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def show_key(key: object) -> str:
+    """A key for a message: as it is, unless it would do something to a terminal."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 200 else show(key)
+
+
 def _finding(detail: ErrorDetails, file: str) -> Finding:
-    key = ".".join(part if isinstance(part, str) and part.isprintable() else ascii(part) for part in detail["loc"])
+    key = ".".join(show_key(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return Finding(file, key, "", "missing")
     if detail["type"] == "extra_forbidden":
@@ -498,7 +503,7 @@ def _parse_yaml(text: str, file: str) -> object:
             if depth > _MAX_DEPTH:
                 raise _refuse(file, f"nested deeper than {_MAX_DEPTH} levels", where)
         if documents != 1:
-            raise _refuse(file, f"holds {documents} YAML documents instead of one")
+            raise _refuse(file, f"holds {documents} YAML documents instead of one" if documents else "is empty")
         node = yaml.compose(text, Loader=_Loader)
         duplicates = [*_duplicate_keys(node, file)]
         if duplicates:
@@ -516,9 +521,9 @@ def _duplicate_keys(node: object, file: str, path: str = "") -> Iterator[Finding
         for key, value in node.value:
             name = f"{path}{key.value}" if isinstance(key, yaml.ScalarNode) else f"{path}?"
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                yield Finding(file, show(name), "", f"a key must be plain text (line {key.start_mark.line + 1})")
+                yield Finding(file, show_key(name), "", f"a key must be plain text (line {key.start_mark.line + 1})")
             elif key.value in seen:
-                yield Finding(file, show(name), "", f"given twice (line {key.start_mark.line + 1})")
+                yield Finding(file, show_key(name), "", f"given twice (line {key.start_mark.line + 1})")
             seen.add(str(key.value))
             yield from _duplicate_keys(value, file, f"{name}.")
     elif isinstance(node, yaml.SequenceNode):
