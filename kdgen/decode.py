@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from kdgen.drafters.base import Drafter
-from kdgen.engine import Engine
+from kdgen.drafters.base import Drafter, Proposal
+from kdgen.engine import Verified
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_NODES, MAX_PATH
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,22 @@ class Decoded:
     decode_seconds: float
 
 
-Observer = Callable[[Engine], None]  #: called after every step that committed tokens; for tests that read logits and caches
+class Target(Protocol):
+    """What the loops need of an engine."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def reset(self) -> None: ...
+
+    def prefill(self, tokens: Sequence[int]) -> int: ...
+
+    def decode(self) -> int: ...
+
+    def verify(self, proposal: Proposal, budget: int) -> Verified: ...
 
 
-def prefill(engine: Engine, prompt: Sequence[int], chunk: int | None = None) -> int:
+def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None) -> int:
     """Reset, commit ``prompt`` in chunks and return the first new token.
 
     Raises KdgenError for an empty prompt or one that fills the context.
@@ -49,7 +62,7 @@ def prefill(engine: Engine, prompt: Sequence[int], chunk: int | None = None) -> 
 
 
 def decode_plain(
-    engine: Engine, prompt: Sequence[int], max_new_tokens: int, stop: Iterable[int] = (), chunk: int | None = None
+    engine: Target, prompt: Sequence[int], max_new_tokens: int, stop: Iterable[int] = (), chunk: int | None = None
 ) -> Decoded:
     """One token a forward."""
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
@@ -64,7 +77,7 @@ def decode_plain(
 
 
 def decode_tree(
-    engine: Engine,
+    engine: Target,
     prompt: Sequence[int],
     max_new_tokens: int,
     drafter: Drafter,
@@ -96,7 +109,7 @@ def decode_tree(
     return Decoded(tuple(tokens[:end]), tuple(lengths), len(lengths), ready - began, time.perf_counter() - ready)
 
 
-def _limit(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> int:
+def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:
     """New tokens that fit: prompt and output together fill the context at most."""
     if max_new_tokens < 1:
         raise KdgenError(f"max_new_tokens must be at least 1, not {max_new_tokens}")

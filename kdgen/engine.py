@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
-from kdgen.drafters.base import Candidates, DraftLogits, Proposal
+from kdgen.drafters.base import DraftLogits, Proposal
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
+from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
 from kdgen.render import render
 from kdgen.rope import rope_tables
 from kdgen.spec import Spec
@@ -52,7 +52,8 @@ class Engine:
     def __init__(
         self, spec: Spec, plan: Plan, backend: Backend, tensors: Tensors, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        self.spec, self.plan, self.backend = spec, plan, backend
+        self.spec, self.backend = spec, backend
+        self._plan = plan
         backend.load([Source(r.kernel.name, r.text, r.kernel.block, r.kernel.smem) for r in render(plan)])
         self._weights = self._load_weights(tensors, progress)
         self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
@@ -61,6 +62,10 @@ class Engine:
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
         self._length = 0
         self.reset()
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -189,8 +194,6 @@ class Engine:
         return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else 0)
 
     def _load_weights(self, tensors: Tensors, progress: Callable[[int, int], None] | None) -> dict[str, DeviceArray]:
-        from kdgen.plan.ir import ITEM_BYTES
-
         total, done = sum(w.total_bytes for w in self.plan.weights), 0
         loaded = {}
         for weight in self.plan.weights:
@@ -205,6 +208,3 @@ class Engine:
                         progress(done, total)
                 loaded[weight.device_name(layer)] = array
         return loaded
-
-
-__all__ = ["Candidates", "DraftLogits", "Engine", "Verified"]

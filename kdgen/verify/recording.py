@@ -1,0 +1,54 @@
+"""An engine that keeps, for every committed token, the bits that the exactness contract speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.drafters.base import Proposal
+from kdgen.engine import Engine, Verified
+from kdgen.plan.ir import Plan
+
+
+class RecordingEngine:
+    """A ``decode.Target`` over an engine. ``logits`` has one float32 row [vocab_size] a committed token, in order."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.logits: list[NDArray[np.float32]] = []
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    def reset(self) -> None:
+        self.engine.reset()
+        self.logits = []
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        token = self.engine.prefill(tokens)
+        self.logits += list(self.engine.logits(len(tokens)))
+        return token
+
+    def decode(self) -> int:
+        token = self.engine.decode()
+        self.logits += list(self.engine.logits(1))
+        return token
+
+    def verify(self, proposal: Proposal, budget: int) -> Verified:
+        step = self.engine.verify(proposal, budget)
+        nodes = self.engine.read("accepted_nodes")[: len(step.accepted)]
+        self.logits += list(self.engine.logits(step.nodes)[nodes])
+        return step
+
+    def cache_rows(self) -> NDArray[np.generic]:
+        """Committed cache rows, [layers, length, cache_row_dim]."""
+        return self.engine.cache_rows()
+
+
+def differing_bits(a: NDArray[np.generic], b: NDArray[np.generic]) -> int:
+    """How many elements of two equally shaped arrays differ in their bits (so that -0 is not 0, and a NaN equals itself)."""
+    word = {2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize]
+    return int(np.count_nonzero(np.ascontiguousarray(a).view(word) != np.ascontiguousarray(b).view(word)))
