@@ -1,0 +1,243 @@
+"""Checks of the attention block's own kernels: cache rows and rotation, attention over cache and tree, the join of its splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.plan.ir import MAX_NODES, MAX_PATH
+from kdgen.reference import ops
+from kdgen.verify import tolerances
+from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+
+Array = NDArray[Any]
+
+CHECKS: Registry = {}
+#: Keys that a row sees: one, around the tiles of 32 keys and the splits of 64 and 128, and beyond them.
+CONTEXTS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, 200)
+FEW_CONTEXTS = (1, 33, 130)
+
+
+@for_template(CHECKS, ["rope_cache.cu.j2"])
+def check_rope_cache(bench: Bench) -> None:
+    """Cache rows land in their sequence's slot and nowhere else; queries' rotary parts are rotated, the rest left alone."""
+    p, most = bench.p, max(bench.tokens)
+    row, half, nope, sequences = p.kv_lora + p.rope, p.rope // 2, p.qk_head - p.rope, 3
+    positions = bench.rng.permutation(np.arange(2 * most))[:most].astype(np.int32)
+    capacity = 2 * most + 5
+    slots = bench.rng.permutation(capacity)[:most].astype(np.int32)
+    sequence = bench.rng.integers(0, sequences, most).astype(np.int32)
+    kv_a = bench.random("f32", most, row)
+    kv_a *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)
+    weight = bench.random("f32", p.kv_lora)
+    q = bench.random(bench.act, most, p.heads, p.qk_head)
+    angles = np.arange(2 * most)[:, None] * bench.rng.uniform(0.01, 1, half)
+    cos, sin = (1.25 * np.cos(angles)).astype(np.float32), (1.25 * np.sin(angles)).astype(np.float32)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        source = np.full((count, p.kv_a_stride), np.nan, np.float32)
+        source[:, p.kv_a_offset : p.kv_a_offset + row] = kv_a[rows]
+        q_rows = q[rows].copy()
+        q_rows[..., :nope] = np.nan
+        cache = bench.poisoned(bench.act, sequences, capacity, row)
+        query = bench.poisoned(bench.act, guard(count), p.heads, row)
+        meta = [bench.input(values[rows]) for values in (sequence, positions, slots)]
+        tables = [bench.input(table) for table in (weight, q_rows, cos, sin)]
+        bench.launch(bench.integer(count), *meta, bench.input(source.reshape(-1)), *tables, cache, query, capacity, tokens=count)
+        got = bench.read(cache)
+        written = np.zeros((sequences, capacity), bool)
+        written[sequence[rows], slots[rows]] = True
+        bench.findings.untouched("kv_cache in other slots", got[~written])
+        rotated = split_guard(bench, "query", bench.read(query), count)
+        bench.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
+        return {"kv_cache": got[sequence[rows], slots[rows]], "query": rotated[..., p.kv_lora :]}
+
+    c, s = cos[positions], sin[positions]
+    latent = ops.rmsnorm(kv_a[:, : p.kv_lora], weight, p.eps)
+    key = ops.rope(kv_a[:, p.kv_lora :], c, s, p.interleave)
+    turned = ops.rope(q[..., nope:], c, s, p.interleave)
+    key_size = ops.rope(np.abs(kv_a[:, p.kv_lora :]), np.abs(c), -np.abs(s), p.interleave)  # bounds one half of each pair
+    q_size = np.abs(q[..., nope:].astype(np.float64)).max(axis=-1, keepdims=True)
+    size = np.maximum(np.abs(kv_a[:, p.kv_lora :]).max(axis=-1, keepdims=True).astype(np.float64), np.abs(key_size))
+    cache_rows = np.concatenate([latent, key], axis=1)
+    error = np.concatenate([tolerances.normed(latent, p.kv_lora), 4 * tolerances.EPS32 * size], axis=1)
+    check_rows(
+        bench,
+        run,
+        {
+            "kv_cache": (cache_rows, error + tolerances.stored(cache_rows, p.act)),
+            "query": (turned, 4 * tolerances.EPS32 * q_size + tolerances.stored(turned, p.act)),
+        },
+    )
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows over a cache [sequences, capacity, row]: each sees ``positions + 1`` keys, those from ``prefixes`` on by its path."""
+
+    query: Array  # [M, heads, row]
+    sequences: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    prefixes: NDArray[np.int32]
+    paths: NDArray[np.int32]  # [M, MAX_PATH]
+    cache: Array
+
+    def chosen(self, rows: NDArray[np.int64]) -> Rows:
+        return replace(
+            self, query=self.query[rows], sequences=self.sequences[rows], positions=self.positions[rows],
+            prefixes=self.prefixes[rows], paths=self.paths[rows],
+        )  # fmt: skip
+
+
+@for_template(CHECKS, ["mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2"])
+def check_attention(bench: Bench) -> None:
+    """Against float64, and bit for bit the same keys as a plain sequence, through tree paths, in other slabs and companies."""
+    p = bench.p
+    contexts = CONTEXTS if len(bench.tokens) > 2 else FEW_CONTEXTS
+    most = len(contexts)
+    heads = min(p.heads, max(2, _heads_a_block(bench))) if bench.sliced else p.heads
+    keys = bench.random(bench.act, most, max(contexts), p.row)  # each row has its own sequence's
+    positions = np.array(contexts, np.int32) - 1
+    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * p.scale) ** -1)  # scores of order one
+    chain = _chain(query, positions, keys)
+    values, maxima, sums = _attend(bench, chain, heads)
+    _compare_attention(bench, (values, maxima, sums), chain, heads)
+
+    others = {
+        "as tree nodes": _tree(bench, chain, np.arange(most)),
+        "as tree nodes in other slabs": _tree(bench, chain, bench.rng.permutation(most)),
+    }
+    for name, rows in others.items():
+        got = _attend(bench, rows, heads)
+        for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
+            bench.findings.same_bits(f"{output} {name}", ours, theirs)
+    for count in sorted({1, most // 2}):
+        some = bench.rng.permutation(most)[:count]
+        got = _attend(bench, others["as tree nodes"].chosen(some), heads)
+        for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
+            bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
+
+
+def _heads_a_block(bench: Bench) -> int:
+    return 16 if bench.kernel.template == "mla_attention_mma.cu.j2" else 1
+
+
+def _chain(query: Array, positions: NDArray[np.int32], keys: Array) -> Rows:
+    """Every key at its own position: a run of tokens."""
+    count, longest, row = keys.shape
+    cache = np.full((count, longest + MAX_NODES, row), np.nan, keys.dtype)
+    for i, position in enumerate(positions):
+        cache[i, : position + 1] = keys[i, : position + 1]  # what lies beyond is NaN: nobody may look at it
+    unused = np.full((count, MAX_PATH), 1 << 20, np.int32)
+    return Rows(query, np.arange(count, dtype=np.int32), positions, positions + 1, unused, cache)
+
+
+def _tree(bench: Bench, chain: Rows, slabs: NDArray[np.int64]) -> Rows:
+    """The same keys, the last 1 to MAX_PATH of each row in scattered slots behind its prefix, every row in slab ``slabs[row]``."""
+    count, paths = len(chain.positions), chain.paths.copy()
+    cache = np.full((count, chain.cache.shape[1] + 3, chain.cache.shape[2]), np.nan, chain.cache.dtype)  # another stride too
+    prefixes = np.empty_like(chain.prefixes)
+    for i, position in enumerate(chain.positions):
+        depth = int(bench.rng.integers(1, min(MAX_PATH, position + 1) + 1))
+        prefix = int(position) + 1 - depth
+        nodes = np.sort(bench.rng.permutation(MAX_NODES)[:depth])
+        prefixes[i], paths[i, :depth] = prefix, nodes
+        cache[slabs[i], :prefix] = chain.cache[i, :prefix]
+        cache[slabs[i], prefix + nodes] = chain.cache[i, prefix : position + 1]
+    return replace(chain, sequences=slabs.astype(np.int32), prefixes=prefixes, paths=paths, cache=cache)
+
+
+def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
+    """The kernel's (values [M, S, heads, latent], max [M, S, heads], sum): poison, seen to be whole, where a row has no such split."""
+    p, count, longest = bench.p, len(rows.positions), int(rows.positions.max()) + 1
+    splits = -(-longest // p.split) + 1  # one more than needed, which must stay untouched
+    shape = (guard(count), splits, p.heads)
+    outputs = [bench.poisoned("f32", *shape, p.kv_lora), bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
+    meta = [bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes, rows.paths)]
+    bench.launch(
+        bench.integer(count), *meta, bench.input(rows.query), bench.input(rows.cache), *outputs, rows.cache.shape[1], splits,
+        tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
+    )  # fmt: skip
+    live = np.zeros((guard(count), splits), bool)
+    for i, position in enumerate(rows.positions):
+        live[i, : position // p.split + 1] = True
+    results = []
+    for name, array in zip(("split_values", "split_max", "split_sum"), outputs, strict=True):
+        got = bench.read(array)
+        bench.findings.untouched(f"{name} of splits that a row does not have", got[~live])
+        bench.findings.untouched(f"{name} of other heads", got[:, :, heads:])
+        # the number of splits follows from the longest row; cut to what every launch has
+        full = poison("f32", count, -(-max(CONTEXTS) // p.split) + 1, *got.shape[2:])
+        full[:, :splits] = got[:count]
+        results.append(full[:, :, :heads])
+    bench.release()
+    return results[0], results[1], results[2]
+
+
+def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
+    """Each split of each row against float64, relative to the kernel's own maximum, which any value near the true one may be."""
+    p = bench.p
+    values, maxima, sums = got
+    for i, position in enumerate(rows.positions):
+        keys = rows.cache[i, : position + 1].astype(np.float64)
+        query = rows.query[i, :heads].astype(np.float64)
+        scores = query @ keys.T * p.scale
+        score_error = tolerances.dot(tolerances.terms_norm(query, keys), p.row) * p.scale + 2 * tolerances.EPS32 * np.abs(scores)
+        for split in range(position // p.split + 1):
+            at = slice(split * p.split, min((split + 1) * p.split, position + 1))
+            s, error, latent = scores[:, at], score_error[:, at], keys[at, : p.kv_lora]
+            where = f"row {i} (position {position}) split {split}"
+            bench.findings.close(f"split_max of {where}", maxima[i, split], s.max(axis=1), error.max(axis=1))
+            top = maxima[i, split].astype(np.float64)[:, None]
+            e = np.exp(s - top)
+            relative = tolerances.probabilities(error, top - s, s.shape[1])
+            bench.findings.close(f"split_sum of {where}", sums[i, split], e.sum(axis=1), (e * relative).sum(axis=1))
+            off = (e * relative) @ np.abs(latent) + tolerances.dot(tolerances.terms_norm(e, latent.T), s.shape[1])
+            if bench.act == "bf16":
+                off = off + tolerances.bf16_average(tolerances.terms_norm(e, latent.T), e @ np.abs(latent))
+            bench.findings.close(f"split_values of {where}", values[i, split], e @ latent, off)
+
+
+@for_template(CHECKS, ["mla_combine.cu.j2"])
+def check_combine(bench: Bench) -> None:
+    """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max)."""
+    p, most = bench.p, max(bench.tokens)
+    heads = bench.few(p.heads)
+    splits = 4
+    positions = bench.rng.integers(0, (splits - 1) * p.split, most).astype(np.int32)
+    edges = [0, p.split - 1, p.split, 2 * p.split - 1, 2 * p.split]
+    positions[: len(edges)] = edges[:most]
+    live = np.arange(splits) <= positions[:, None] // p.split
+    maxima = bench.random("f32", most, splits, p.heads, scale=8.0)
+    sums = (1 + np.abs(bench.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
+    values = bench.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
+    for array in (maxima, sums, values):
+        array[~live] = np.nan
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
+        partial = [bench.input(array[rows]) for array in (values, maxima, sums)]
+        bench.launch(bench.integer(count), bench.input(positions[rows]), *partial, output, splits, tokens=count, grid={1: heads})
+        got = split_guard(bench, "output", bench.read(output), count)
+        bench.findings.untouched("output of other heads", got[:, heads:])
+        return {"output": got[:, :heads]}
+
+    m = np.where(live[..., None], maxima, -np.inf)[:, :, :heads].astype(np.float64)
+    scale = np.exp(m - m.max(axis=1, keepdims=True))
+    parts = scale[..., None] * np.where(live[..., None, None], values, 0)[:, :, :heads]
+    total = (scale * np.where(live[..., None], sums, 0)[:, :, :heads]).sum(axis=1)[..., None]
+    expected = parts.sum(axis=1) / total
+    spread = np.where(np.isfinite(m), m.max(axis=1, keepdims=True) - m, 0)[..., None]
+    relative = tolerances.probabilities(np.zeros(1), spread, splits)
+    error = (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
+    check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, p.act))})
+
+

@@ -1,0 +1,193 @@
+"""Checks of the dense and row-wise kernels: linear layers, norms, embedding, router logits, the experts' weighted sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.backends.base import DeviceArray
+from kdgen.reference import ops
+from kdgen.verify import tolerances
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, split_guard
+from kdgen.weights.pack import numpy_dtype, pack_mma_a
+
+Array = NDArray[Any]
+
+CHECKS: Registry = {}
+#: Host memory that a slice may take for one weight; input-major weights cannot be cut to a few rows.
+SLICE_WEIGHT_BYTES = 400 << 20
+
+
+@for_template(CHECKS, ["linear_f32.cu.j2", "linear_mma.cu.j2"])
+def check_linear(bench: Bench) -> None:
+    """y[m, b] = W[b] x[m, b] (+ bias), through SiLU for gated layers, added to the residual for accumulating ones."""
+    p, most = bench.p, max(bench.tokens)
+    outputs, batch = p.rows // 2 if p.gated else p.rows, bench.kernel.grid[2].times
+    mma = bench.kernel.template == "linear_mma.cu.j2"
+    tile = (8 if p.gated else 16) if mma else 32
+    # a slice takes whole batch entries where there are several, which are small, and a few row tiles where there is one
+    batches = bench.few(batch)
+    wanted = min(outputs, SLICE_TILES * tile) if bench.sliced and batch == 1 else outputs
+    out = p.out if mma else "float"
+
+    x = bench.random(bench.act, most, batches, p.cols)
+    w = bench.random("f32" if mma or p.weight == "float" else "bf16", batches, (2 if p.gated else 1) * wanted, p.cols, scale=p.cols**-0.5)
+    if mma:
+        w = w.astype(numpy_dtype("bf16"))
+    bias = bench.random("f32", p.rows) if p.bias else None
+    residual = bench.random("f32", most, batches, wanted)
+    packed = _linear_weight(bench, w, wanted, batches)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        # everything that the kernel must not read is NaN; the last row ends where its last input does
+        x_rows = _scatter(x[rows], p.x_stride, p.x_batch_stride, batch)
+        y_shape = (guard(count), p.y_stride)
+        y = bench.poisoned("bf16" if out == "bf16" else "f32", *y_shape)
+        if p.accumulate:
+            start = poison("f32", *y_shape)
+            start[:count, :wanted] = residual[rows, 0]
+            bench.backend.write(y, start)
+        arguments: list[DeviceArray] = [bench.integer(count), bench.input(x_rows), bench.input(packed)]
+        if bias is not None:
+            arguments.append(bench.input(bias))
+        grid = {0: -(-wanted // tile), 2: batches}
+        bench.launch(*arguments, y, tokens=count, grid=grid)
+        written = split_guard(bench, "y", bench.read(y), count).copy()
+        columns = _columns(wanted, batches, p.y_batch_stride)
+        result = written[:, columns].reshape(count, batches, wanted)
+        others = np.ones(p.y_stride, bool)
+        others[columns] = False
+        bench.findings.untouched("y between its outputs", written[:, others])
+        return {"y": result}
+
+    expected = np.empty((most, batches, wanted))
+    error = np.empty_like(expected)
+    for b in range(batches):
+        y, off = ops.linear(x[:, b], w[b]), tolerances.dot(tolerances.terms_norm(x[:, b], w[b]), p.cols)
+        if p.gated:
+            gate, up = y[:, :wanted], y[:, wanted:]
+            y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
+        if bias is not None:
+            y = y + bias[:wanted]
+        if p.accumulate:
+            off = off + tolerances.EPS32 * np.abs(y)
+            y = y + residual[:, b]
+        expected[:, b], error[:, b] = y, off + tolerances.EPS32 * np.abs(y) + tolerances.stored(y, out)
+    check_rows(bench, run, {"y": (expected, error)})
+
+
+def _scatter(x: Array, stride: int, batch_stride: int, batch: int) -> Array:
+    """x [M, batches, K] to flat memory of rows ``stride`` apart and batch entries ``batch_stride`` apart, NaN between them."""
+    count, batches, cols = x.shape
+    memory = np.full(count * stride, np.nan, x.dtype)
+    at = np.arange(count)[:, None, None] * stride + np.arange(batches)[None, :, None] * batch_stride + np.arange(cols)
+    memory[at] = x
+    return memory[: int(at.max()) + 1] if batches == batch else memory
+
+
+def _columns(wanted: int, batches: int, batch_stride: int) -> NDArray[np.int64]:
+    """Columns of a y row that hold outputs, batch entries first."""
+    return (np.arange(batches)[:, None] * batch_stride + np.arange(wanted)).reshape(-1)
+
+
+def _linear_weight(bench: Bench, w: Array, wanted: int, batches: int) -> Array:
+    """Logical w [batches, wanted or 2·wanted (gate, then up), K] in the kernel's layout, first rows only where it is a slice."""
+    p = bench.p
+    if bench.kernel.template == "linear_mma.cu.j2":
+        return pack_mma_a(interleaved(w, 8) if p.gated else w)
+    needed = batches * p.rows * p.cols * w.dtype.itemsize
+    if bench.sliced and needed > SLICE_WEIGHT_BYTES:
+        raise Skip(f"its input-major weight cannot be sliced and takes {needed >> 20} MiB")
+    whole = np.full((batches, p.cols, p.rows), np.nan, w.dtype)
+    by_input = w.swapaxes(1, 2)
+    whole[:, :, :wanted] = by_input[:, :, :wanted]
+    if p.gated:
+        whole[:, :, p.rows // 2 : p.rows // 2 + wanted] = by_input[:, :, wanted:]
+    return whole
+
+
+def interleaved(w: Array, tile: int) -> Array:
+    """[..., 2·N, K] of gate rows then up rows to ``tile`` gate rows, their up rows, and so on."""
+    *batch, rows, cols = w.shape
+    halves = w.reshape(*batch, 2, rows // 2 // tile, tile, cols)
+    return np.ascontiguousarray(halves.swapaxes(-4, -3)).reshape(w.shape)
+
+
+@for_template(CHECKS, ["rmsnorm.cu.j2"])
+def check_rmsnorm(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    x = bench.random("f32", most, p.width)
+    x *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)  # the smallest rows are where eps counts
+    weight = bench.random("f32", p.width)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        y = bench.poisoned(bench.act, guard(count), p.width)
+        bench.launch(bench.integer(count), bench.input(_scatter(x[rows, None], p.x_stride, 0, 1)), bench.input(weight), y, tokens=count)
+        return {"y": split_guard(bench, "y", bench.read(y), count)}
+
+    expected = ops.rmsnorm(x, weight, p.eps)
+    check_rows(bench, run, {"y": (expected, tolerances.normed(expected, p.width) + tolerances.stored(expected, p.act))})
+
+
+@for_template(CHECKS, ["embed.cu.j2"])
+def check_embed(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    vocab = min(bench.spec.vocab_size, 64) if bench.sliced else bench.spec.vocab_size
+    table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
+    tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
+    tokens[[0, -1]] = vocab - 1, 0
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        residual = bench.poisoned("f32", guard(count), p.hidden)
+        bench.launch(bench.integer(count), bench.input(tokens[rows]), bench.input(table), residual, tokens=count)
+        return {"residual": split_guard(bench, "residual", bench.read(residual), count)}
+
+    check_rows(bench, run, {"residual": (table[tokens].astype(np.float64), np.zeros(1))})
+
+
+@for_template(CHECKS, ["router_logits.cu.j2"])
+def check_router_logits(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    experts_a_block = p.block // 32
+    experts = min(p.experts, SLICE_TILES * experts_a_block) if bench.sliced else p.experts
+    hidden = bench.random(bench.act, most, p.hidden)
+    weight = bench.random("f32", experts, p.hidden, scale=p.hidden**-0.5)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        logits = bench.poisoned("f32", guard(count), p.experts)
+        grid = {0: -(-experts // experts_a_block)}
+        bench.launch(bench.integer(count), bench.input(hidden[rows]), bench.input(weight), logits, tokens=count, grid=grid)
+        got = split_guard(bench, "logits", bench.read(logits), count)
+        bench.findings.untouched("logits of other experts", got[:, experts:])
+        return {"logits": got[:, :experts]}
+
+    error = tolerances.dot(tolerances.terms_norm(hidden, weight), p.hidden)
+    check_rows(bench, run, {"logits": (ops.linear(hidden, weight), error)})
+
+
+@for_template(CHECKS, ["moe_combine.cu.j2"])
+def check_moe_combine(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    weights = np.abs(bench.random("f32", most, p.top_k))
+    outputs = bench.random("f32", most, p.top_k, p.hidden)
+    residual = bench.random("f32", most, p.hidden)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        start = poison("f32", guard(count), p.hidden)
+        start[:count] = residual[rows]
+        y = bench.input(start)
+        bench.launch(bench.integer(count), bench.input(weights[rows]), bench.input(outputs[rows]), y, tokens=count)
+        return {"residual": split_guard(bench, "residual", bench.read(y), count)}
+
+    terms = weights.astype(np.float64)[..., None] * outputs
+    expected = residual + terms.sum(axis=1)
+    error = tolerances.dot(np.sqrt(np.square(terms).sum(axis=1)), math.ceil(p.top_k)) + 2 * tolerances.EPS32 * np.abs(expected)
+    check_rows(bench, run, {"residual": (expected, error)})

@@ -1,0 +1,216 @@
+"""Checks of routing and of the routed experts: the choice with its ties and groups, the grouping by expert, the expert layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.reference import ops
+from kdgen.verify import tolerances
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.dense import interleaved
+from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
+
+Array = NDArray[Any]
+
+CHECKS: Registry = {}
+#: Choice scores of one row that float64 separates by less than this, of the row's largest, are drawn again: float32 may order them
+#: either way. Equal scores are kept, for those the rule is the lowest index.
+NEAR = 4e-6
+
+
+@for_template(CHECKS, ["router_topk.cu.j2"])
+def check_router_topk(bench: Bench) -> None:
+    """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
+    p, most = bench.p, max(bench.tokens)
+    bias = (bench.rng.integers(-2, 3, p.experts) / 8).astype(np.float32) if p.has_bias else None
+    logits = np.stack([_router_row(bench, row, bias) for row in range(most)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        experts, weights = bench.poisoned("i32", guard(count), p.top_k), bench.poisoned("f32", guard(count), p.top_k)
+        biases = [bench.input(bias)] if bias is not None else []
+        bench.launch(bench.integer(count), bench.input(logits[rows]), *biases, experts, weights, tokens=count)
+        return {
+            "topk_experts": split_guard(bench, "topk_experts", bench.read(experts), count),
+            "topk_weights": split_guard(bench, "topk_weights", bench.read(weights), count),
+        }
+
+    experts, weights = ops.router(logits, bench.spec, bias)
+    error = tolerances.positive_sum(weights, p.experts if p.softmax else p.top_k) + 2 * tolerances.formula(weights)
+    check_rows(bench, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
+
+
+def _router_row(bench: Bench, row: int, bias: Array | None) -> NDArray[np.float32]:
+    """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate."""
+    p = bench.p
+    if row == 0:
+        return np.zeros(p.experts, np.float32)
+    for attempt in range(1000):
+        if row == 1:
+            logits = (bench.rng.integers(-1, 2, p.experts) * 40).astype(np.float32)
+        else:
+            step = 0.25 if attempt % 2 else 1 / 16
+            logits = (bench.rng.integers(-24, 25, p.experts) * step).astype(np.float32)
+        if not _near_ties(p, logits, bias):
+            return logits
+    raise AssertionError("no row without near ties")  # pragma: no cover - a coarse grid has few distinct scores
+
+
+def _near_ties(p: Any, logits: Array, bias: Array | None) -> bool:
+    scores = ops.softmax(logits) if p.softmax else ops.sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if _near(choice):
+        return True
+    if p.groups == 1:
+        return False
+    best = -np.sort(-choice.reshape(p.groups, -1), axis=1)
+    # scores of groups whose two parts differ may be equal in one precision alone, so only sums of the same parts may tie
+    sums = best[:, :2].sum(axis=1) if p.group_top2 else best[:, 0]
+    parts = best[:, :2] if p.group_top2 else best[:, :1]
+    order = np.argsort(sums)
+    gaps = np.diff(sums[order])
+    same = (np.diff(parts[order], axis=0) == 0).all(axis=1)
+    return bool(((gaps < NEAR * np.abs(choice).max()) & ~same).any())
+
+
+def _near(values: Array) -> bool:
+    """Whether two values are closer than float32 can order, yet not equal."""
+    gaps = np.diff(np.sort(values))
+    return bool(((gaps > 0) & (gaps < NEAR * np.abs(values).max())).any())
+
+
+def sorted_by_expert(topk: Array, experts: int) -> tuple[Array, Array, Array, Array]:
+    """What moe_sort gives for topk [M, k]: active experts, their begins and ends, and the assignments, token order inside each."""
+    flat = topk.reshape(-1)
+    assignments = np.argsort(flat, kind="stable").astype(np.int32)
+    counts = np.bincount(flat, minlength=experts)
+    active = np.flatnonzero(counts).astype(np.int32)
+    ends = np.cumsum(counts)[active].astype(np.int32)
+    return active, (ends - counts[active]).astype(np.int32), ends, assignments
+
+
+def _random_topk(bench: Bench, count: int, experts: int, top_k: int) -> NDArray[np.int32]:
+    """Distinct experts a token; some experts are popular, so that token tiles fill and overflow."""
+    popularity = np.exp2(-np.arange(experts) / max(1, experts / 4))
+    keys = bench.rng.random((count, experts)) ** (1 / popularity)
+    return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
+
+
+@for_template(CHECKS, ["moe_sort.cu.j2"])
+def check_moe_sort(bench: Bench) -> None:
+    p = bench.p
+    for count in bench.tokens:
+        uniform = np.argsort(bench.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
+        same = np.broadcast_to(np.arange(p.experts - p.top_k, p.experts, dtype=np.int32)[::-1], (count, p.top_k))
+        for topk in (uniform, _random_topk(bench, count, p.experts, p.top_k), np.ascontiguousarray(same)):
+            total = count * p.top_k
+            names = ("active_expert", "active_begin", "active_end")
+            number = bench.poisoned("i32", 1)
+            lists = [bench.poisoned("i32", p.experts) for _ in names]
+            assignments = bench.poisoned("i32", total + 2)
+            bench.launch(bench.integer(count), bench.input(topk), number, *lists, assignments, tokens=count)
+            active, begins, ends, order = sorted_by_expert(topk, p.experts)
+            bench.findings.equal("num_active", bench.read(number), np.array([len(active)]))
+            for name, array, expected in zip(names, lists, (active, begins, ends), strict=True):
+                got = bench.read(array)
+                bench.findings.equal(name, got[: len(active)], expected)
+                bench.findings.untouched(f"{name} beyond the active experts", got[len(active) :])
+            got = bench.read(assignments)
+            bench.findings.equal("assignments", got[:total], order)
+            bench.findings.untouched("assignments beyond the last", got[total:])
+            bench.release()
+
+
+@for_template(CHECKS, ["experts_f32.cu.j2", "experts_mma.cu.j2"])
+def check_experts(bench: Bench) -> None:
+    """y[assignment] = W[expert] x, for tokens grouped by expert as moe_sort does. A token's bits must not depend on its company."""
+    p, spec, most = bench.p, bench.spec, max(bench.tokens)
+    mma = bench.kernel.template == "experts_mma.cu.j2"
+    outputs = p.rows // 2 if p.gated else p.rows
+    experts = bench.few(spec.n_routed_experts or 0)
+    top_k = min(spec.num_experts_per_tok, experts)
+    tile = ((8 if p.gated else 16) * p.warps) if mma else 32
+    wanted = min(outputs, SLICE_TILES * tile) if bench.sliced else outputs
+    full_top_k = spec.num_experts_per_tok
+    x_places = full_top_k // p.assignments_per_x_row  # 1 where every place reads its token's row
+    out = p.out if mma else "float"
+
+    topk = _random_topk(bench, most, experts, top_k)
+    x = bench.random(bench.act, most, x_places, p.cols)
+    packed, w = _expert_weights(bench, experts, wanted)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        active, begins, ends, order = sorted_by_expert(topk[rows], experts)
+        # an assignment is token * (experts a token) + place; a slice may have fewer experts than a token takes places
+        order = (order // top_k * full_top_k + order % top_k).astype(np.int32)
+        y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
+        lists = [bench.input(array) for array in (active, begins, ends, order)]
+        grid = {0: -(-wanted // tile)}
+        bench.launch(bench.integer(len(active)), *lists, bench.input(x[rows]), bench.input(packed), y, tokens=count, grid=grid)
+        got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
+        bench.findings.untouched("y of other rows", got[:, :, wanted:])
+        bench.findings.untouched("y of other places", got[:, top_k:])
+        return {"y": got[:, :top_k, :wanted]}
+
+    expected = np.empty((most, top_k, wanted))
+    error = np.empty_like(expected)
+    for expert in range(experts):
+        rows, places = np.nonzero(topk == expert)
+        inputs = x[rows, np.minimum(places, x_places - 1)]
+        y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
+        if p.gated:
+            gate, up = y[:, :wanted], y[:, wanted:]
+            y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
+        expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
+    check_rows(bench, run, {"y": (expected, error)})
+
+
+def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array]:
+    """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64).
+
+    Experts lie whole strides apart even where only their first rows are filled.
+    """
+    p = bench.p
+    rows = (2 if p.gated else 1) * wanted
+    mma = bench.kernel.template == "experts_mma.cu.j2"
+    if not p.int4:
+        w = bench.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
+        w = w.astype(numpy_dtype("bf16" if mma or p.weight == "bf16" else "f32"))
+        if mma:
+            memory = poison("bf16", experts, -(-p.rows // 16) * 16 * p.cols)
+            part = pack_mma_a(interleaved(w, 8) if p.gated else w).reshape(experts, -1)
+            memory[:, : part.shape[1]] = part
+            return memory, w.astype(np.float64)
+        whole = np.full((experts, p.cols, p.rows), np.nan, w.dtype)
+        _place(whole, w.swapaxes(1, 2), wanted, p)
+        return whole, w.astype(np.float64)
+    assert bench.spec.quantization is not None
+    group = bench.spec.quantization.group_size
+    q = bench.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
+    scale = (bench.rng.uniform(0.5, 2, (experts, rows, p.cols // group)) * (21.5 * p.cols) ** -0.5).astype(numpy_dtype("bf16"))
+    w64 = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), group, axis=2)
+    if mma:
+        memory = poison("u8", experts, -(-p.rows // 16) * -(-p.cols // 64) * 576)
+        for e in range(experts):
+            nibbles, scales = (interleaved(q[e], 8), interleaved(scale[e], 8)) if p.gated else (q[e], scale[e])
+            part = pack_int4_mma_a(nibbles, scales, group)
+            memory[e, : len(part)] = part
+        return memory, w64
+    parts = []
+    for e in range(experts):
+        nibbles, scales = np.full((p.cols, p.rows), 15, np.uint8), np.full((p.cols // group, p.rows), np.nan, scale.dtype)
+        _place(nibbles[None], q[e].T[None], wanted, p)
+        _place(scales[None], scale[e].T[None], wanted, p)
+        parts.append(pack_int4_k_major(np.ascontiguousarray(nibbles.T), np.ascontiguousarray(scales.T), group))
+    return np.stack(parts), w64
+
+
+def _place(whole: Array, by_input: Array, wanted: int, p: Any) -> None:
+    """The first ``wanted`` outputs (and their up halves) of by_input [batch, K, rows] into whole [batch, K, all rows]."""
+    whole[:, :, :wanted] = by_input[:, :, :wanted]
+    if p.gated:
+        whole[:, :, p.rows // 2 : p.rows // 2 + wanted] = by_input[:, :, wanted:]
