@@ -149,7 +149,7 @@ class CudaBackend(Backend):
         source = self._array(array)
         with self._reporting("copying from the GPU"):
             values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
-        self.synchronize()
+            self._stream.synchronize()
         if array.dtype == "bf16":
             values = values.view(ml_dtypes.bfloat16)
         return values.reshape(array.shape)
