@@ -147,6 +147,7 @@ class CudaBackend(Backend):
 
     def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
         source = self._array(array)
+        self.synchronize()  # first, so that a kernel's failure is told as one
         with self._reporting("copying from the GPU"):
             values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
             self._stream.synchronize()
