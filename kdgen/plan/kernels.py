@@ -161,11 +161,11 @@ class Catalogue:
                 Linear("q_b_proj", "queries from their low-rank form", q_width, s.q_lora_rank),
             )
         absorb = Linear(
-            "w_uk_absorb", "q_nope into the latent space, per head", s.kv_lora_rank, s.qk_nope_head_dim, batch=heads,
+            "w_uk_absorb", "per head, q_nope into the latent space", s.kv_lora_rank, s.qk_nope_head_dim, batch=heads,
             x_stride=q_width, x_batch_stride=s.qk_head_dim, y_stride=heads * row, y_batch_stride=row,
         )  # fmt: skip
         values = Linear(
-            "w_uv_absorb", "attention output out of the latent space, per head", s.v_head_dim, s.kv_lora_rank, batch=heads,
+            "w_uv_absorb", "per head, attention output out of the latent space", s.v_head_dim, s.kv_lora_rank, batch=heads,
             x_batch_stride=s.kv_lora_rank, y_batch_stride=s.v_head_dim,
         )  # fmt: skip
         o_proj = Linear(
