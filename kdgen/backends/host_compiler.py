@@ -41,7 +41,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """A working compiler. ``identity`` is what its ``--version`` says: part of every cache key."""
+    """A working compiler. ``identity``, part of every cache key, is what its ``--version`` says and any options in its command."""
 
     command: tuple[str, ...]
     family: Family
@@ -114,7 +114,8 @@ def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
     if done.returncode or not identity:
         return None
     family: Family = "zig" if "ziglang" in command or "zig" in Path(command[0]).name else "clang" if "clang" in identity else "gcc"
-    return HostCompiler(command, family, identity)
+    options = " ".join(part for part in command[1:] if part.startswith("-"))
+    return HostCompiler(command, family, f"{identity} {options}".strip())
 
 
 @functools.cache

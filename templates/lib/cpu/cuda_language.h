@@ -232,10 +232,17 @@ static inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
 static inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 
 // ---- cached loads and integer atomics -------------------------------------
+#ifdef EMU_CHECKER
+template <class T>
+EMU_UNCHECKED __attribute__((noinline)) static T emu_load(const T* p) { return *p; }  // checked already, with the caller's line
+#else
+template <class T>
+static inline T emu_load(const T* p) { return *p; }
+#endif
 template <class T>
 static inline T __ldg(const T* p, EMU_HERE) {
   EMU_TOUCH(p, sizeof(T), false, emu_context->lane->index, line);
-  return *p;
+  return emu_load(p);
 }
 template <class T>
 static inline T __ldcg(const T* p, EMU_HERE) { return __ldg(p, line); }
