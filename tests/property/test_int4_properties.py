@@ -36,6 +36,8 @@ def test_encode_rounds_to_the_nearest_step(group: int, groups: int, size: float,
     weight[0, :group] = 0
     packed, scale = int4.encode(weight, group)
     assert scale.dtype == ml_dtypes.bfloat16
+    largest = np.abs(weight.reshape(3, groups, group)).max(axis=2)
+    np.testing.assert_array_equal(scale[1:], (largest[1:] / 7.5).astype(ml_dtypes.bfloat16))
     step = np.repeat(scale.astype(np.float64), group, axis=1)
     # Half a step anywhere, but for what lies beyond −8 or 7 steps: the scale makes the largest 7.5, give or take bfloat16's rounding.
     error = np.abs(int4.decode(packed, scale, weight.shape[1]) - weight)

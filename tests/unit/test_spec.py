@@ -15,7 +15,7 @@ from kdgen.config import load_config
 from kdgen.errors import SpecError
 from kdgen.oracles import model_cases
 from kdgen.resources import specs_dir
-from kdgen.rope import rope_tables
+from kdgen.rope import inverse_frequencies, rope_tables
 from kdgen.spec import MAX_YAML_BYTES, Spec, load_spec, parse_spec
 
 SHIPPED = sorted(path.stem for path in specs_dir().glob("*.yaml"))
@@ -251,14 +251,25 @@ def test_rope_tables_turn_each_pair_at_its_own_speed() -> None:
     np.testing.assert_allclose(sin, np.sin(angles), atol=1e-5)
 
 
-def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_both() -> None:
-    plain = load_spec("k26").model_copy(update={"rope_scaling": None})
+def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
+    yarn = load_spec("deepseek-v3")
+    plain = inverse_frequencies(yarn.model_copy(update={"rope_scaling": None}))
+    ratio = plain / inverse_frequencies(yarn)
+    # Pair i turns 4096·θ^(−i/32)/2π times in the original context: more than 32 times up to i = 10.47, less than once from i = 22.5.
+    np.testing.assert_allclose(ratio[:11], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[23:], 40, rtol=1e-6)
+    ramp = np.arange(1, 13) / 13
+    np.testing.assert_allclose(1 / ratio[11:23], ramp / 40 + (1 - ramp), rtol=1e-6)
+
+
+def test_yarn_amplitude() -> None:
     yarn = load_spec("k26")
-    for tables in (rope_tables(plain, 3), rope_tables(yarn, 3)):
-        assert np.allclose(tables[0][0], 1)
-    speed, stretched = np.arcsin(rope_tables(plain, 2)[1][1]), np.arcsin(rope_tables(yarn, 2)[1][1])
-    np.testing.assert_allclose(stretched[0], speed[0], rtol=1e-6)
-    np.testing.assert_allclose(stretched[-1], speed[-1] / 64, rtol=1e-5)
     assert yarn.rope_scaling is not None
-    legacy = yarn.model_copy(update={"rope_scaling": yarn.rope_scaling.model_copy(update={"mscale": 0.0, "mscale_all_dim": 0.0})})
-    np.testing.assert_allclose(rope_tables(legacy, 3)[0][0], 0.1 * math.log(64) + 1, rtol=1e-6)
+    for mscale, all_dim, expected in (
+        (1.0, 1.0, 1.0),
+        (0.0, 0.0, 0.1 * math.log(64) + 1),
+        (1.0, 0.5, (0.1 * math.log(64) + 1) / (0.05 * math.log(64) + 1)),
+    ):
+        scaling = yarn.rope_scaling.model_copy(update={"mscale": mscale, "mscale_all_dim": all_dim})
+        cos, sin = rope_tables(yarn.model_copy(update={"rope_scaling": scaling}), 9)
+        np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-6)
