@@ -127,7 +127,8 @@ class TensorGroup:
     kind: Literal["matrix", "small", "packed", "scale", "shape"] = "matrix"
     count: int = 1
 
-    def keys(self) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
+        """The key of each tensor of the group."""
         return (self.key.replace("{e}", str(e)) for e in range(self.count))
 
 

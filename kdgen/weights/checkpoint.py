@@ -244,7 +244,7 @@ class Checkpoint(Mapping[str, Array]):
         problems: list[str] = []
         expected: set[str] = set()
         for group in spec.tensors():
-            for key in group.keys():  # noqa: SIM118 - TensorGroup.keys, not a dict's
+            for key in group.names():
                 expected.add(key)
                 if key not in self._entries:
                     problems.append(f"{self.path.name}: tensor {key} {list(group.shape)} is missing")

@@ -33,7 +33,7 @@ class RandomWeights(Mapping[str, Array]):
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec, self.seed = spec, seed
-        self._groups = {key: group for group in spec.tensors() for key in group.keys()}  # noqa: SIM118
+        self._groups = {key: group for group in spec.tensors() for key in group.names()}
 
     def __getitem__(self, key: str) -> Array:
         return self._make(key, self._groups[key])
