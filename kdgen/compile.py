@@ -81,7 +81,7 @@ def compile_cubin(source: Source, arch: str, include: Path, cache: Cache | None 
     Raises CompileError (kernel, template, arch, compiler log) when the text does not compile or needs more shared memory than the
     architecture has, KdgenError for an unknown arch, BackendError when there is no NVRTC.
     """
-    target = _supported(arch)
+    target = require_arch(arch)
     return _compile(source, target, include, _headers_digest(include), cache)
 
 
@@ -98,7 +98,7 @@ def compile_all(
 
     Raises what compile_cubin raises; when several kernels fail, one CompileError tells of them all.
     """
-    chosen = [_supported(arch) for arch in archs]
+    chosen = [require_arch(arch) for arch in archs]
     headers = _headers_digest(include)
     work = [(source, target) for target in chosen for source in sources]
     # Threads, because NVRTC lets go of the GIL: 24 bf16 matrix kernels on 2 cores took 4.4 s in one thread, 3.0 s in two threads
@@ -164,7 +164,8 @@ def _no_nvrtc(error: RuntimeError) -> BackendError:
     return BackendError(f"cannot load NVRTC; pip install 'nvidia-cuda-nvrtc>=13,<14' ({str(error).strip()})")
 
 
-def _supported(arch: str) -> Target:
+def require_arch(arch: str) -> Target:
+    """The target called ``arch``. Raises KdgenError when kdgen does not know it or the installed NVRTC cannot compile for it."""
     target = target_for(arch)
     if arch not in supported_archs():
         raise KdgenError(f"NVRTC {nvrtc_version()} cannot compile for {arch}; it supports {', '.join(supported_archs())}")
