@@ -1,4 +1,4 @@
-// The checker: called before every access that a kernel makes (see hooks.h), it knows what every byte of device and shared memory
+// The checker: called before every access that a kernel makes (see hooks.h), it knows what every piece of device and shared memory
 // last saw, and finds accesses that hardware may order either way. Exact for the accesses that happened, whatever their order.
 //
 // Time is a counter of synchronisations. A byte's history holds the tick of each access; two accesses are ordered when a tick
@@ -16,7 +16,8 @@ struct Checker {
   // blocks whose earlier writes the running block may read, and, by address of an atomic, what its users have released
   std::vector<bool> seen;
   std::map<uintptr_t, std::vector<bool>> released;
-  Cell* shared = nullptr;  // one a byte of the arena
+  Shadow shared;  // of the arena of the one worker there is
+  std::map<const EmuKernel*, size_t> shared_pieces;  // what earlier launches of a kernel have cut its shadow to
   // the kernel's library, its static data included
   uintptr_t module_start = 0, module_end = 0;
   Allocation* recent = nullptr;
@@ -24,20 +25,24 @@ struct Checker {
 static Checker& checker = *new Checker;
 static uint32_t next_tick() { return ++checker.tick; }
 
-static void checker_begin_launch(bool first_slice) {
+static bool checker_begin_launch(const EmuKernel* kernel, bool first_slice) {  // false: out of memory
   Checker& c = checker;
   c.recent = nullptr;
-  if (!first_slice) return;
+  if (!first_slice) return true;
   if (c.tick > 0xf0000000u) {  // ticks are about to wrap: forget the past, which is all ordered before this launch
-    for (auto& entry : allocations.by_end)
-      if (Cell* cells = entry.second.cells) madvise(cells, entry.second.bytes * sizeof(Cell), MADV_DONTNEED);
-    if (c.shared) madvise(c.shared, ARENA * sizeof(Cell), MADV_DONTNEED);
+    for (auto& entry : allocations.by_end) entry.second.shadow.forget();
+    c.shared.forget();
     c.tick = 0;
   }
   c.launch_tick = next_tick();
   c.block_ticks.clear();
   c.released.clear();
-  if (!c.shared) c.shared = reinterpret_cast<Cell*>(map_pages(ARENA * sizeof(Cell), PROT_READ | PROT_WRITE));
+  const auto known = c.shared_pieces.find(kernel);
+  const size_t piece = known == c.shared_pieces.end() ? 16 : known->second;
+  if (c.shared.cells && c.shared.piece == piece) return true;
+  c.shared.drop();
+  c.shared.piece = piece;
+  return c.shared.make(ARENA);
 }
 static void checker_begin_block(Worker* w) {
   Checker& c = checker;
@@ -84,12 +89,12 @@ __attribute__((noinline, noreturn)) static void fail_race(Worker* w, const Acces
 
 static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char* memory, uint64_t buffer) {
   const bool both_atomic = a.is_atomic && cell.state == ATOMIC;
-  if (cell.write_tick && !both_atomic) {
+  if (cell.write_tick >= checker.launch_tick && !both_atomic) {
     const Order how = order(w, a.lane, cell.write_tick, cell.writer);
     if (how != Order::ordered) fail_race(w, a, memory, buffer, how, cell.state == ATOMIC ? "atomic" : "write", cell.writer, cell.write_where);
   }
   if (!a.write) {
-    if (cell.read_tick && cell.reader != a.lane->linear) {
+    if (cell.read_tick >= checker.launch_tick && cell.reader != a.lane->linear) {
       cell.read2_tick = cell.read_tick;
       cell.reader2 = cell.reader;
     }
@@ -104,7 +109,7 @@ static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char
     uint16_t thread;
   } readers[] = {{cell.read_tick, cell.reader}, {cell.read2_tick, cell.reader2}, {cell.other_block_tick, cell.reader}};
   for (const auto& r : readers) {
-    if (!r.tick) continue;
+    if (r.tick < checker.launch_tick) continue;
     const Order how = order(w, a.lane, r.tick, r.thread);
     if (how != Order::ordered) fail_race(w, a, memory, buffer, how, "read", r.thread, cell.read_where);
   }
@@ -119,27 +124,38 @@ static void check_shared(Worker* w, const Access& a) {
   const size_t offset = a.p - reinterpret_cast<uintptr_t>(w->arena);
   const Blame blame{a.lane, a.where};
   const bool dynamic = offset >= DYNAMIC_START;
+  size_t start = DYNAMIC_START;  // of the array that the access is in
   bool inside = dynamic && offset + a.bytes <= DYNAMIC_START + w->launch->shared_bytes;
   if (!dynamic)
     for (const SharedArray& s : w->arrays) {
-      const uintptr_t start = reinterpret_cast<uintptr_t>(s.p);
-      inside = inside || (a.p >= start && a.p + a.bytes <= start + s.bytes);
+      const size_t array = static_cast<size_t>(s.p - w->arena);
+      if (offset < array || offset + a.bytes > array + s.bytes) continue;
+      inside = true;
+      start = array;
     }
   if (!inside && dynamic)
     fail(w, blame, "out of bounds: %u-byte %s at byte %zu of %u bytes of dynamic shared memory", a.bytes, a.kind(),
          offset - DYNAMIC_START, w->launch->shared_bytes);
   if (!inside) fail(w, blame, "out of bounds: %u-byte %s outside every shared array", a.bytes, a.kind());
-  for (unsigned i = 0; i < a.bytes; ++i) {
-    Cell& cell = checker.shared[offset + i];
+  Shadow& shadow = checker.shared;
+  if (const size_t piece = Shadow::pieces_for(offset, a.bytes); piece < shadow.piece) {
+    if (!shadow.cut(piece, w->block_tick)) fail(w, blame, "out of memory for the checker");
+    checker.shared_pieces[w->launch->kernel] = piece;
+  }
+  for (size_t at = offset; at < offset + a.bytes; at += shadow.piece) {
+    Cell& cell = shadow.cells[at / shadow.piece];
     const bool written = cell.write_tick >= w->block_tick;
-    if (!written) cell = Cell{0, cell.read_tick, cell.read2_tick, 0, 0, cell.read_where, 0, cell.reader, cell.reader2, PLAIN, 0};
-    if (cell.read_tick < w->block_tick) cell.read_tick = cell.read2_tick = 0;
+    if (!written) {  // what earlier blocks did here is nothing to this one
+      cell.write_tick = 0;
+      cell.state = PLAIN;
+      if (cell.read_tick < w->block_tick) cell.read_tick = cell.read2_tick = cell.other_block_tick = 0;
+    }
     if (written && cell.state == IN_FLIGHT)
       fail(w, {a.lane, a.where, cell.write_where}, "unwaited copy: %u-byte %s of shared memory that a cp_async_16 of thread %u ({other}) is still to fill",
            a.bytes, a.kind(), cell.writer);
     if (!written && (!a.write || a.is_atomic))
       fail(w, blame, "uninitialised: %u-byte %s of %s shared memory that nobody has written (byte %zu)", a.bytes, a.kind(),
-           dynamic ? "dynamic" : "static", dynamic ? offset - DYNAMIC_START + i : i);
+           dynamic ? "dynamic" : "static", at - start);
     check_cell(w, a, cell, "shared memory", 0);
   }
 }
@@ -163,12 +179,15 @@ static void check_device(Worker* w, const Access& a) {
   const Blame blame{a.lane, a.where, 0, name};
   if (offset + a.bytes > buffer->bytes)
     fail(w, blame, "out of bounds: %u-byte %s at byte %zu of {buffer}, which has %zu", a.bytes, a.kind(), offset, buffer->bytes);
-  if (!has_shadow(buffer)) return;
-  for (unsigned i = 0; i < a.bytes; ++i) {
-    if ((!a.write || a.is_atomic) && !buffer->written[offset + i])
-      fail(w, blame, "uninitialised: %u-byte %s of byte %zu of {buffer}, which neither the host nor a kernel has written", a.bytes, a.kind(), offset + i);
-    check_cell(w, a, buffer->cells[offset + i], "{buffer}", name);
-  }
+  if (!watched(buffer)) return;
+  if (!a.write || a.is_atomic)
+    if (const void* blank = memchr(buffer->written + offset, 0, a.bytes))
+      fail(w, blame, "uninitialised: %u-byte %s of byte %td of {buffer}, which neither the host nor a kernel has written", a.bytes, a.kind(),
+           static_cast<const unsigned char*>(blank) - buffer->written);
+  Shadow& shadow = buffer->shadow;
+  if (const size_t piece = Shadow::pieces_for(offset, a.bytes); piece < shadow.piece && !shadow.cut(piece, c.launch_tick))
+    fail(w, blame, "out of memory for the checker");
+  for (size_t at = offset; at < offset + a.bytes; at += shadow.piece) check_cell(w, a, shadow.cells[at / shadow.piece], "{buffer}", name);
   if (!a.write) return;
   memset(buffer->written + offset, 1, a.bytes);
   a.lane->fenced = a.lane->fenced && a.is_atomic;
@@ -198,21 +217,25 @@ EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index
 }
 
 // ---- copies and atomics ---------------------------------------------------
-static inline Cell* shared_cells(Worker* w, const void* p) { return checker.shared + (static_cast<const char*>(p) - w->arena); }
+template <class Update>
+static void for_cells(Worker* w, const Copy& copy, Update update) {
+  Shadow& shadow = checker.shared;
+  const size_t offset = static_cast<size_t>(static_cast<char*>(copy.dst) - w->arena);
+  for (size_t at = offset; at < offset + 16; at += shadow.piece) update(shadow.cells[at / shadow.piece]);
+}
 static void check_copy_started(Worker* w, Lane* lane, const Copy& copy) {
   if (static_cast<size_t>(static_cast<char*>(copy.dst) - w->arena) >= ARENA)
     fail(w, {lane, at_line(copy.line)}, "cp_async_16: the destination is not in shared memory");
-  for (unsigned i = 0; i < 16; ++i) shared_cells(w, copy.dst)[i].state = IN_FLIGHT;
+  for_cells(w, copy, [](Cell& cell) { cell.state = IN_FLIGHT; });
 }
 // What was copied becomes a write by the waiting thread, now: others need a barrier after it.
 static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
-  for (unsigned i = 0; i < 16; ++i) {
-    Cell& cell = shared_cells(w, copy.dst)[i];
+  for_cells(w, copy, [&](Cell& cell) {
     cell.state = PLAIN;
     cell.write_tick = checker.tick;
     cell.writer = static_cast<uint16_t>(lane->linear);
     cell.write_where = at_line(copy.line);
-  }
+  });
 }
 
 static void merge(std::vector<bool>& into, const std::vector<bool>& from) {

@@ -7,7 +7,12 @@
 #include <mutex>
 #include "scheduler.h"
 
-// What the checker remembers of one byte: who wrote it last, and the readers a later write could race with.
+static char* map_pages(size_t bytes, int protection) {
+  void* p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
+}
+
+// What the checker remembers of a piece of memory: who wrote it last, and the readers a later write could race with.
 struct Cell {
   uint32_t write_tick, read_tick, read2_tick, other_block_tick;
   Where write_where, read_where;
@@ -17,14 +22,54 @@ struct Cell {
 };
 enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT };
 
+// The cells of a stretch of memory, one a piece. Pieces begin as 16 bytes and are cut smaller at the first access that is not
+// a whole number of them: exact, since all accesses before touched whole pieces, and far cheaper than a cell a byte.
+struct Shadow {
+  Cell* cells = nullptr;
+  size_t bytes = 0;
+  size_t piece = 16;
+
+  size_t mapped(size_t piece_bytes) const { return (bytes / piece_bytes + 1) * sizeof(Cell); }
+  bool make(size_t size) {
+    bytes = size;
+    cells = reinterpret_cast<Cell*>(map_pages(mapped(piece), PROT_READ | PROT_WRITE));  // costs nothing until touched
+    return cells;
+  }
+  void drop() {
+    if (cells) munmap(cells, mapped(piece));
+    cells = nullptr;
+  }
+  void forget() const {
+    if (cells) madvise(cells, mapped(piece), MADV_DONTNEED);
+  }
+  static size_t pieces_for(size_t offset, size_t size) {  // the largest piece that cuts the access exactly
+    const size_t odd = offset | size | 16;
+    return odd & (~odd + 1);
+  }
+  // Cells that say nothing after tick `since` need not be kept.
+  bool cut(size_t smaller, uint32_t since) {
+    Cell* fine = reinterpret_cast<Cell*>(map_pages(mapped(smaller), PROT_READ | PROT_WRITE));
+    if (!fine) return false;
+    for (size_t i = 0; i < bytes / piece + 1; ++i) {
+      const Cell& old = cells[i];
+      if (old.write_tick < since && old.read_tick < since) continue;
+      for (size_t j = 0; j < piece / smaller && i * piece + j * smaller < bytes; ++j) fine[i * (piece / smaller) + j] = old;
+    }
+    munmap(cells, mapped(piece));
+    cells = fine;
+    piece = smaller;
+    return true;
+  }
+};
+
 struct Allocation {
   char* base;
   size_t mapped;
   char* p;
   size_t bytes;
-  // checker: made when first needed; pages cost nothing until touched
-  Cell* cells = nullptr;
-  unsigned char* written = nullptr;
+  // checker
+  Shadow shadow;
+  unsigned char* written = nullptr;  // a byte a byte
 };
 
 struct Allocations {
@@ -32,11 +77,6 @@ struct Allocations {
   std::map<uintptr_t, Allocation> by_end;  // keyed by the last address, so that upper_bound finds the owner
 };
 static Allocations& allocations = *new Allocations;  // never destroyed: kernels may run while the process ends
-
-static char* map_pages(size_t bytes, int protection) {
-  void* p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
-}
 
 static Allocation* find_allocation(uintptr_t p) {
   auto& all = allocations.by_end;
@@ -78,7 +118,7 @@ EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
   char* p = base + PAGE + pages - body;
   Allocations& all = allocations;
   std::lock_guard<std::mutex> hold(all.mutex);
-  all.by_end[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = {base, pages + 2 * PAGE, p, bytes};
+  all.by_end[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = Allocation{base, pages + 2 * PAGE, p, bytes, Shadow{}, nullptr};
   return p;
 }
 
@@ -95,29 +135,25 @@ EMU_API void emu_free(void* p) {
   std::lock_guard<std::mutex> hold(all.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (!a || a->p != p) return;
-  if (a->cells) munmap(a->cells, a->bytes * sizeof(Cell));
+  a->shadow.drop();
   if (a->written) munmap(a->written, a->bytes);
   munmap(a->base, a->mapped);
   all.by_end.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
 }
 
-static bool has_shadow(const Allocation* a) { return a->cells && a->written; }
-static bool make_shadow(Allocation* a) {
-  if (has_shadow(a) || !a->bytes) return true;
-  a->cells = reinterpret_cast<Cell*>(map_pages(a->bytes * sizeof(Cell), PROT_READ | PROT_WRITE));
-  a->written = reinterpret_cast<unsigned char*>(map_pages(a->bytes, PROT_READ | PROT_WRITE));
-  return has_shadow(a);
-}
+static bool watched(const Allocation* a) { return a->shadow.cells && a->written; }
 // The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
 EMU_API int emu_watch(void* p) {
   std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
-  return a && make_shadow(a);
+  if (!a) return 0;
+  a->written = reinterpret_cast<unsigned char*>(map_pages(a->bytes, PROT_READ | PROT_WRITE));
+  return a->shadow.make(a->bytes) && a->written;
 }
 EMU_API void emu_host_wrote(void* p, size_t bytes) {
   std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
-  if (a && has_shadow(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
+  if (a && watched(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
 }
 
 // ---- shared memory --------------------------------------------------------

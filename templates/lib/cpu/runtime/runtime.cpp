@@ -317,7 +317,12 @@ EMU_API int emu_launch(EmuLaunch* launch) {
   job.count = launch->grid[0] * launch->grid[1] * launch->grid[2];
   job.next = launch->next_block;
   job.deadline = started + launch->slice_ms * 1000000ull;
-  if (launch->flags & CHECK) checker_begin_launch(launch->next_block == 0);
+  if (launch->flags & CHECK && !checker_begin_launch(launch->kernel, launch->next_block == 0)) {
+    launch->error = EmuError{};
+    snprintf(launch->error.text, sizeof launch->error.text, "out of memory for the checker");
+    allow_launches();
+    return FAILED;
+  }
   {
     CrashHandlers handlers;
     const unsigned helpers = launch->os_threads > 1 ? launch->os_threads - 1 : 0;
