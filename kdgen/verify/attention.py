@@ -239,5 +239,3 @@ def check_combine(bench: Bench) -> None:
     relative = tolerances.probabilities(np.zeros(1), spread, splits)
     error = (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
     check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, p.act))})
-
-

@@ -43,7 +43,8 @@ class Findings:
 
     def close(self, what: str, got: Array, expected: Array, tolerance: Array) -> None:
         """Every element of ``got`` within its own tolerance of ``expected``; a NaN never is."""
-        error = np.abs(got.astype(np.float64) - expected)
+        with np.errstate(invalid="ignore"):
+            error = np.abs(got.astype(np.float64) - expected)
         tolerance = np.broadcast_to(np.asarray(tolerance, np.float64), error.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(error <= tolerance, np.where(tolerance > 0, error / tolerance, 0.0), np.maximum(error / tolerance, 1.0))
@@ -178,9 +179,7 @@ def poison(dtype: DType, *shape: int) -> Array:
     return np.full((*shape, kind.itemsize), POISON, np.uint8).view(kind)[..., 0]
 
 
-def check_rows(
-    bench: Bench, run: Callable[[NDArray[np.int64]], Mapping[str, Array]], expected: Mapping[str, tuple[Array, Array]]
-) -> None:
+def check_rows(bench: Bench, run: Callable[[NDArray[np.int64]], Mapping[str, Array]], expected: Mapping[str, tuple[Array, Array]]) -> None:
     """A row-wise kernel over every token count, and its rows' bits in other positions and companies.
 
     ``run(rows)`` runs the kernel on the chosen rows of the inputs and returns its outputs [len(rows), ...]; ``expected`` has

@@ -1,25 +1,27 @@
-"""What ``kdgen verify`` found: one Check a line, as a table for people and as JSON for programs."""
+"""What ``kdgen verify`` found: one Check a line, as a table for people and, field for field, as JSON for programs."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-SCHEMA = 1  #: of the JSON; raised when a field changes its meaning
+Status = Literal["ok", "failed", "skipped"]
+SCHEMA = "kdgen.verify/1"
 
 
 @dataclass(frozen=True)
 class Check:
     """One thing that was held against another.
 
-    ``part`` groups checks (kernels, trees, drift, logits, decode). ``figure`` is what was measured, in the unit of ``tolerance``
-    (0 where bits or integers must be equal). A check that did not run is neither ok nor a failure, and ``why`` says why not;
-    for a failure ``why`` says where.
+    ``part`` groups checks (kernels, checker, trees, drift, logits, tokens, decode). ``figure`` is what was measured, in the unit of
+    ``tolerance``; both are None where bits or integers were compared, or where the result was no number. ``why`` says where a failed
+    check failed, and why a skipped one did not run.
     """
 
     spec: str
@@ -27,91 +29,73 @@ class Check:
     part: str
     name: str
     backend: str
-    ran: bool
-    ok: bool
+    status: Status
     figure: float | None = None
     tolerance: float | None = None
     detail: str = ""
     why: str = ""
     seconds: float = 0.0
 
-    @property
-    def status(self) -> str:
-        return "skipped" if not self.ran else "ok" if self.ok else "FAILED"
 
-
-@dataclass
+@dataclass(frozen=True)
 class Report:
-    """Checks in the order in which they ran, and what a reader should know about how they did."""
+    """Checks in the order in which they ran. ``ok``: some ran and none failed. ``notes`` say what a reader should know about how."""
 
-    checks: list[Check] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def failures(self) -> list[Check]:
-        return [check for check in self.checks if check.ran and not check.ok]
-
-    @property
-    def skipped(self) -> list[Check]:
-        return [check for check in self.checks if not check.ran]
-
-    @property
-    def ok(self) -> bool:
-        """Something ran and nothing failed."""
-        return not self.failures and len(self.skipped) < len(self.checks)
-
-    def to_json(self) -> str:
-        document = {
-            "schema": SCHEMA,
-            "ok": self.ok,
-            "notes": self.notes,
-            "checks": [{**asdict(check), "status": check.status, **_finite(check)} for check in self.checks],
-        }
-        return json.dumps(document, indent=2, allow_nan=False)
+    ok: bool
+    ran: int
+    failed: int
+    skipped: int
+    seconds: float
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
 
 
-def _finite(check: Check) -> dict[str, float | str | None]:
-    """JSON has no infinity: a result that is no number at all is written as a word."""
-    return {"figure": str(check.figure)} if check.figure is not None and not math.isfinite(check.figure) else {}
+def make_report(checks: Sequence[Check], notes: Sequence[str], seconds: float) -> Report:
+    count = {status: sum(check.status == status for check in checks) for status in ("ok", "failed", "skipped")}
+    ran = count["ok"] + count["failed"]
+    return Report(count["failed"] == 0 and ran > 0, ran, count["failed"], count["skipped"], seconds, tuple(checks), tuple(notes))
 
 
-def number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "0" if value == 0 else f"{value:.2g}"
+def finite(value: float) -> float | None:
+    """JSON knows no infinity, and a table needs none."""
+    return value if math.isfinite(value) else None
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table: kernels of one spec a line each, then the other parts; failures again below, with where they are."""
-    for (spec, compute), checks in _grouped(report.checks).items():
-        table = Table(title=f"{spec} ({compute})" if compute else spec, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for heading in ("part", "check", "backend"):
-            table.add_column(heading, no_wrap=heading != "backend")
-        table.add_column("result", no_wrap=True)
-        for heading in ("figure", "tolerance"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("detail", overflow="fold")
+    """A table for each spec and compute type; then notes, failures with where they are, and a count."""
+    for title, checks in _groups(report.checks):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for heading in ("part", "check", "backend", "result"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("largest error", "tolerance", "s"):
+            table.add_column(heading, no_wrap=True, justify="right")
+        table.add_column("")
         for check in checks:
-            style = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}[check.status]
-            about = check.detail if check.ok and check.ran else check.why
-            table.add_row(
-                check.part, check.name, check.backend, f"[{style}]{check.status}[/]", number(check.figure), number(check.tolerance), about
-            )
+            style = {"ok": "green", "failed": "bold red", "skipped": "yellow"}[check.status]
+            about = "; ".join(text for text in (check.detail, check.why) if text)
+            cells = (check.part, check.name, check.backend, Text(check.status, style), _number(check.figure), _number(check.tolerance))
+            table.add_row(*cells, f"{check.seconds:.1f}", _one_line(about))
         console.print(table)
         console.print()
     for note in report.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
-    ran = len(report.checks) - len(report.skipped)
-    seconds = sum(check.seconds for check in report.checks)
-    console.print(
-        f"{ran} checks ran in {seconds:.0f} s, {len(report.failures)} failed, {len(report.skipped)} did not run", highlight=False
-    )
-    for check in report.failures:
-        console.print(f"FAILED {check.spec} {check.compute} {check.part} {check.name}: {check.why}", style="red", highlight=False, markup=False)
+        console.print(f"note: {note}")
+    for check in report.checks:
+        if check.status == "failed":
+            console.print(
+                f"FAILED {check.spec} {check.compute}, {check.part}, {check.name} on {check.backend}:\n  {check.why}", style="red"
+            )
+    console.print(f"{report.ran} checks ran in {report.seconds:.0f} s: {report.failed} failed. {report.skipped} did not run.")
 
 
-def _grouped(checks: Sequence[Check]) -> dict[tuple[str, str], list[Check]]:
-    groups: dict[tuple[str, str], list[Check]] = {}
-    for check in checks:
-        groups.setdefault((check.spec, check.compute), []).append(check)
-    return groups
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.2g}"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def _groups(checks: Sequence[Check]) -> Iterator[tuple[str, list[Check]]]:
+    for title in dict.fromkeys(f"{check.spec} {check.compute}" for check in checks):
+        yield title, [check for check in checks if f"{check.spec} {check.compute}" == title]

@@ -101,7 +101,7 @@ def check_top_k(bench: Bench) -> None:
     p, most = bench.p, min(MAX_PATH - 1, max(bench.tokens))
     logits = _coarse_logits(bench, most, p.vocab)
     finite = int(np.isfinite(logits).sum(axis=1).min())  # beyond these a row's candidates are impossible tokens, in any order
-    for count in sorted({1, 2, min(10, p.vocab, finite), min(MAX_CANDIDATES, p.vocab, finite)}):
+    for count in sorted({min(wanted, finite) for wanted in (1, 2, 10, MAX_CANDIDATES)}):
         tokens, log_probs = ops.top_k_log_probs(logits, count)
         for rows in {1, most}:
             ids, probs = bench.poisoned("i32", guard(rows), p.max_candidates), bench.poisoned("f32", guard(rows), p.max_candidates)
@@ -133,7 +133,7 @@ class Draft:
 def random_draft(rng: np.random.Generator, kind: str) -> Draft:
     """``plain``: any log-probabilities; ``ties``: multiples of a quarter, equal ones and equal sums abound; ``impossible``: −inf tails."""
     depths, ranks = int(rng.integers(1, MAX_PATH)), int(rng.integers(1, MAX_CANDIDATES + 1))
-    log_probs = -np.sort(rng.exponential(rng.choice([0.2, 1.0, 4.0]), (depths, ranks)), axis=1).astype(np.float32)
+    log_probs = -np.sort(rng.exponential(rng.choice([0.2, 1.0, 4.0]), (depths, ranks)), axis=1)
     if kind == "ties":
         log_probs = -np.ceil(-log_probs * 4) / 4
     if kind == "impossible":
