@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
+from strategies import TILED, specs
 
 from kdgen.backends.base import Backend
 from kdgen.decode import decode_plain, decode_tree, prefill
@@ -22,8 +23,6 @@ from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.weights.random import random_weights
-from strategies import TILED, specs
-
 
 #: A failing model would be shrunk by compiling hundreds of others; the blob that is printed repeats it as it is.
 unshrunk = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
