@@ -104,10 +104,11 @@ class _LoadedKernel:
 class _Runtime:
     """The runtime library, loaded once a process: allocations and fibers are its own, whoever launches."""
 
-    def __init__(self, path: Path, keep: object) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.lock = threading.Lock()  # a launch goes on over several calls
-        self._keep = keep
+        # Held over every call, and over all the slices of a launch. Reentrant, because the garbage collector may free memory
+        # in the middle of a method.
+        self.lock = threading.RLock()
         library = ctypes.CDLL(str(path))
         self._launch = library.emu_launch
         self._launch.argtypes = (ctypes.c_void_p,)
@@ -138,7 +139,8 @@ class _Runtime:
             self._free(address)
 
     def host_wrote(self, address: int, nbytes: int) -> None:
-        self._host_wrote(address, nbytes)
+        with self.lock:
+            self._host_wrote(address, nbytes)
 
 
 class _Allocation:
@@ -183,7 +185,6 @@ class CpuBackend(Backend):
         self._os_threads = min(wanted, MAX_OS_THREADS) if mode == "plain" else 1
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
-        self._allocations: dict[int, str] = {}
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -431,7 +432,7 @@ def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
         libraries=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
         what="the CPU backend's runtime",
     )
-    return _Runtime(path, None)
+    return _Runtime(path)
 
 
 def _runtime(compiler: HostCompiler) -> _Runtime:

@@ -59,10 +59,10 @@ class HostCompiler:
 
     @property
     def checker_flags(self) -> tuple[str, ...]:
-        """What makes the compiler call the checker before each memory access."""
-        # no scalar replacement: a vector load taken apart into words would hide its misalignment
+        """What makes the compiler call the checker before each memory access, and where a pointer is not aligned for its type."""
+        # -fno-tree-sra: a vector load taken apart into words would be checked as words
         own = {"gcc": ("--param", "tsan-instrument-func-entry-exit=0", "-fno-tree-sra"), "clang": (), "zig": ()}
-        return ("-fsanitize=thread", *own[self.family])
+        return ("-fsanitize=thread", "-fsanitize=alignment", *own[self.family])
 
     def build(self, source: Path, output: Path, *, flags: Sequence[str], libraries: Sequence[str], what: str) -> None:
         """Compile ``source`` and link it into the shared library ``output``.

@@ -209,7 +209,7 @@ BUGS = {
     out[t] = (int)(v.x + v.y);
   }
 """,
-        "misaligned: 8-byte read",
+        "misaligned: access at an address that is 4 more than a multiple of 8",
     ),
     "misaligned_copy": Case(
         """

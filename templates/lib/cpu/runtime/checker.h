@@ -30,7 +30,7 @@ static bool checker_begin_launch(const EmuKernel* kernel, bool first_slice) {  /
   c.recent = nullptr;
   if (!first_slice) return true;
   if (c.tick > 0xf0000000u) {  // ticks are about to wrap: forget the past, which is all ordered before this launch
-    for (auto& entry : allocations.by_end) entry.second.shadow.forget();
+    for (auto& entry : allocations) entry.second.shadow.forget();
     c.shared.forget();
     c.tick = 0;
   }
@@ -200,8 +200,7 @@ static void check(Worker* w, const Access& a) {
   if (a.p == reinterpret_cast<uintptr_t>(&emu_context)) return;
   if (a.p - reinterpret_cast<uintptr_t>(w->launch->slots) < 8 * w->launch->slot_count) return;
   if (a.bytes <= 16 && (a.bytes & (a.bytes - 1)) == 0 && (a.p & (a.bytes - 1)))
-    fail(w, {a.lane, a.where}, "misaligned: %u-byte %s at an address that is %u more than a multiple of %u", a.bytes, a.kind(),
-         static_cast<unsigned>(a.p & (a.bytes - 1)), a.bytes);
+    fail(w, {a.lane, a.where}, "misaligned: access at an address that is %u more than a multiple of %u", static_cast<unsigned>(a.p & (a.bytes - 1)), a.bytes);
   if (a.p - reinterpret_cast<uintptr_t>(w->arena) < ARENA)
     check_shared(w, a);
   else

@@ -41,6 +41,23 @@ EMU_API void* __tsan_memset(void* p, int value, size_t bytes) {
   hook(p, bytes, true, HERE);
   return memset(p, value, bytes);
 }
+
+// -fsanitize=alignment calls this, with where and what in the source, before it uses a pointer that is not aligned for its type.
+struct UbsanTypeMismatch {
+  const char* file;
+  uint32_t line, column;
+  const void* type;
+  unsigned char log_alignment;
+  unsigned char kind;
+};
+EMU_API void __ubsan_handle_type_mismatch_v1(const UbsanTypeMismatch* what, uintptr_t p) {
+  Worker* w = current();
+  if (!w || !w->running) return;
+  const unsigned alignment = 1u << what->log_alignment;
+  fail(w, {current_lane(w), at_line(static_cast<int>(what->line))}, "misaligned: access at an address that is %u more than a multiple of %u",
+       static_cast<unsigned>(p & (alignment - 1)), alignment);
+}
+
 EMU_API void __tsan_func_entry(void*) {}
 EMU_API void __tsan_func_exit() {}
 EMU_API void __tsan_init() {}

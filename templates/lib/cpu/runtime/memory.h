@@ -4,7 +4,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <map>
-#include <mutex>
 #include "scheduler.h"
 
 static char* map_pages(size_t bytes, int protection) {
@@ -72,21 +71,19 @@ struct Allocation {
   unsigned char* written = nullptr;  // a byte a byte
 };
 
-struct Allocations {
-  std::mutex mutex;
-  std::map<uintptr_t, Allocation> by_end;  // keyed by the last address, so that upper_bound finds the owner
-};
-static Allocations& allocations = *new Allocations;  // never destroyed: kernels may run while the process ends
+// Keyed by the last address, so that lower_bound finds the owner. Never destroyed: kernels may run while the process ends. The
+// caller, kdgen/backends/cpu.py, makes one call at a time.
+static std::map<uintptr_t, Allocation>& allocations = *new std::map<uintptr_t, Allocation>;
 
 static Allocation* find_allocation(uintptr_t p) {
-  auto& all = allocations.by_end;
+  auto& all = allocations;
   auto it = all.lower_bound(p);
   return it != all.end() && p >= reinterpret_cast<uintptr_t>(it->second.p) ? &it->second : nullptr;
 }
 // the allocation that ends before or starts after p and is nearest, if any is near: for messages
 static Allocation* nearest_allocation(uintptr_t p) {
   const uintptr_t near = 1 << 20;
-  auto& all = allocations.by_end;
+  auto& all = allocations;
   auto after = all.lower_bound(p);
   Allocation* best = nullptr;
   uintptr_t distance = near;
@@ -116,9 +113,7 @@ EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
   }
   memset(base + PAGE, POISON, pages);
   char* p = base + PAGE + pages - body;
-  Allocations& all = allocations;
-  std::lock_guard<std::mutex> hold(all.mutex);
-  all.by_end[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = Allocation{base, pages + 2 * PAGE, p, bytes, Shadow{}, nullptr};
+  allocations[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = Allocation{base, pages + 2 * PAGE, p, bytes, Shadow{}, nullptr};
   return p;
 }
 
@@ -131,27 +126,23 @@ static bool canary_intact(const Allocation& a) {
 }
 
 EMU_API void emu_free(void* p) {
-  Allocations& all = allocations;
-  std::lock_guard<std::mutex> hold(all.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (!a || a->p != p) return;
   a->shadow.drop();
   if (a->written) munmap(a->written, a->bytes);
   munmap(a->base, a->mapped);
-  all.by_end.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
+  allocations.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
 }
 
 static bool watched(const Allocation* a) { return a->shadow.cells && a->written; }
 // The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
 EMU_API int emu_watch(void* p) {
-  std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (!a) return 0;
   a->written = reinterpret_cast<unsigned char*>(map_pages(a->bytes, PROT_READ | PROT_WRITE));
   return a->shadow.make(a->bytes) && a->written;
 }
 EMU_API void emu_host_wrote(void* p, size_t bytes) {
-  std::lock_guard<std::mutex> hold(allocations.mutex);
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (a && watched(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
 }

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 #include <atomic>
+#include <mutex>
 #include "hooks.h"
 
 // ---- crashes --------------------------------------------------------------
