@@ -384,7 +384,9 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise KdgenError(f"cannot write {error.filename or folder}: {error.strerror}; choose another folder with --out") from error
+        name = Path(error.filename).name if error.filename else TEMPORARY
+        file = "" if name.startswith(TEMPORARY) else f" ({error.filename})"
+        raise KdgenError(f"cannot write {folder}: {error.strerror}{file}; choose another folder with --out") from error
 
 
 def _differences(folder: Path, expected: Mapping[str, str], extra: Sequence[Path]) -> list[Difference]:
