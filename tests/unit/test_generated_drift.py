@@ -1,0 +1,55 @@
+"""What is committed under ``generated/`` is what the templates make now. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kdgen.build import DEFAULT_ARCHS, MANIFEST, check, plans_for
+from kdgen.format import clang_format_many
+from kdgen.plan.ir import Plan
+from kdgen.target import target_for
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+PLANS = plans_for([])
+EVERY = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.directory)
+
+
+def test_every_folder_is_there_and_no_other() -> None:
+    assert {path.name for path in GENERATED.iterdir()} == {plan.directory for plan in PLANS}
+
+
+@EVERY
+def test_no_drift(plan: Plan) -> None:
+    found = check([plan], out=GENERATED, compile=False)
+    command = "kdgen build" + ("" if plan.is_default else f" --dtype {plan.compute}") + f" {plan.spec_name}"
+    diffs = "\n".join(difference.diff for difference in found.differences)
+    assert not found.differences, f"run: {command}\n{diffs[:5000]}"
+
+
+@EVERY
+def test_no_other_files(plan: Plan) -> None:
+    assert {path.name for path in (GENERATED / plan.directory).iterdir()} == {f"{kernel.name}.cu" for kernel in plan.kernels} | {MANIFEST}
+
+
+@EVERY
+def test_formatted(plan: Plan) -> None:
+    texts = [path.read_text() for path in sorted((GENERATED / plan.directory).glob("*.cu"))]
+    assert clang_format_many(texts) == texts
+    longest = max((line for text in texts for line in text.splitlines()), key=len)
+    assert len(longest) <= 120, longest
+
+
+@EVERY
+def test_recorded_resources(plan: Plan) -> None:
+    """No kernel that is committed spills, uses local memory, or needs more shared memory than its architecture has."""
+    recorded = json.loads((GENERATED / plan.directory / MANIFEST).read_text())["resources"]["archs"]
+    assert set(recorded) == set(DEFAULT_ARCHS)
+    for arch, kernels in recorded.items():
+        assert set(kernels) == {kernel.name for kernel in plan.kernels}
+        for name, needs in kernels.items():
+            assert needs["stack"] == needs["spill_stores"] == needs["spill_loads"] == 0, (arch, name, needs)
+            assert needs["static_smem"] + needs["dynamic_smem"] <= min(target_for(arch).smem_per_block, 99 * 1024), (arch, name, needs)
+            assert needs["registers"] * plan.kernel(name).block <= 65536, (arch, name, needs)

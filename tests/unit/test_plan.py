@@ -1,0 +1,175 @@
+"""What every plan promises, over all shipped specs in both compute types."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import pytest
+
+from kdgen.errors import KdgenError
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
+from kdgen.plan.kernels import SMEM_LIMIT
+from kdgen.render import render
+from kdgen.resources import specs_dir
+from kdgen.spec import load_spec
+
+SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
+EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SPECS for compute in ("f32", "bf16")])
+#: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
+POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4"}, "i32": {"int"}, "u8": {"unsigned char"}}
+
+
+@functools.cache
+def plan_of(spec: str, compute: Compute) -> Plan:
+    return build_plan(load_spec(spec), compute)
+
+
+@functools.cache
+def parameters_of(spec: str, compute: Compute) -> dict[str, tuple[str, ...]]:
+    """The parameter types of every kernel, read from its text."""
+    found = {}
+    for rendered in render(plan_of(spec, compute)):
+        name = rendered.kernel.name
+        (declared,) = re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+' + name + r"\(([^)]*)\)\s*\{", rendered.text)
+        types = [re.sub(r"\s*(__restrict__\s+)?\w+$", "", " ".join(parameter.split())) for parameter in declared.split(",")]
+        found[name] = tuple(types)
+    return found
+
+
+@EVERY
+def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
+    plan, parameters = plan_of(spec, compute), parameters_of(spec, compute)
+    buffers = {buffer.name: buffer for buffer in plan.buffers}
+    weights = {weight.name: weight for weight in plan.weights}
+
+    def check(arg: Arg, declared: str, layer: int) -> None:
+        if arg.kind == "int":
+            assert declared == "int" and -(2**31) <= arg.value < 2**31
+            return
+        read_only, pointer = declared.startswith("const "), declared.removeprefix("const ")
+        assert pointer.endswith("*")
+        if arg.kind in ("weight", "layer_weight"):
+            tensor = weights[arg.name]
+            assert read_only and (tensor.layers is not None) == (arg.kind == "layer_weight")
+            assert tensor.layers is None or tensor.layers[0] <= layer < tensor.layers[1]
+            assert pointer[:-1] in POINTERS[tensor.dtype]
+        else:
+            assert pointer[:-1] in POINTERS[buffers[arg.name].dtype]
+            assert arg.kind == "buffer" or layer < buffers[arg.name].shape[0]
+
+    for program in plan.programs:
+        for launch, layer in program.launches():
+            declared = parameters[launch.kernel]
+            assert len(launch.args) == len(declared), (program.name, launch.kernel)
+            for arg, parameter in zip(launch.args, declared, strict=True):
+                check(arg, parameter, layer)
+
+
+@EVERY
+def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
+    plan = plan_of(spec, compute)
+    launches = [(launch, layer) for program in plan.programs for launch, layer in program.launches()]
+    args = [(arg, layer) for launch, layer in launches for arg in launch.args]
+    assert {launch.kernel for launch, _ in launches} == {kernel.name for kernel in plan.kernels}
+    assert {arg.name for arg, _ in args if "buffer" in arg.kind} == {buffer.name for buffer in plan.buffers}
+    read = {(arg.name, layer if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
+    assert read == {(weight.name, layer) for weight in plan.weights for layer in range(*(weight.layers or (0, 1)))}
+
+
+@EVERY
+def test_names_are_unique_and_sizes_possible(spec: str, compute: Compute) -> None:
+    plan = plan_of(spec, compute)
+    for things in (plan.kernels, plan.weights, plan.buffers, plan.programs):
+        names = [thing.name for thing in things]
+        assert len(names) == len(set(names))
+    for kernel in plan.kernels:
+        assert kernel.block % 32 == 0 and 32 <= kernel.block <= 1024 and 0 <= kernel.smem <= SMEM_LIMIT
+        assert all(extent.value(1, 1) >= 1 for extent in kernel.grid)
+        assert all(
+            limit >= extent.value(64, plan.limits.capacity) for limit, extent in zip((2**31 - 1, 65535, 65535), kernel.grid, strict=True)
+        )
+    for weight in plan.weights:
+        assert weight.stored_bytes >= math.prod(weight.logical) * (ITEM_BYTES[weight.dtype] if not weight.group_size else 0.5)
+
+
+@EVERY
+def test_a_plan_is_plain_data(spec: str, compute: Compute) -> None:
+    plan = plan_of(spec, compute)
+    text = json.dumps(dataclasses.asdict(plan), allow_nan=False)
+    assert text == json.dumps(dataclasses.asdict(build_plan(load_spec(spec), compute)), allow_nan=False)
+    assert hash(plan) == hash(build_plan(load_spec(spec), compute))
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_limits_change_no_kernel(compute: Compute) -> None:
+    spec = load_spec("tiny")
+    small, large = (build_plan(spec, compute, limits) for limits in (Limits(1, 64, 1), Limits(256, 1024, 8)))
+    assert small.kernels == large.kernels and small.weights == large.weights
+    assert [r.text for r in render(small)] == [r.text for r in render(large)]
+    assert small.buffers != large.buffers
+
+
+@EVERY
+def test_what_splits_a_reduction_depends_on_the_shape_alone(spec: str, compute: Compute) -> None:
+    """Kernels of one shape split alike, whatever they are called; no split is a function of tokens."""
+    splits: dict[tuple[str, int], set[tuple[object, ...]]] = {}
+    for kernel in plan_of(spec, compute).kernels:
+        p = kernel.params
+        if hasattr(p, "cols"):
+            split = tuple(getattr(p, name, None) for name in ("slices", "warps", "in_flight"))
+            splits.setdefault((kernel.template, p.cols), set()).add(split)
+    assert splits and all(len(found) == 1 for found in splits.values())
+
+
+@EVERY
+def test_every_launch_over_rows_covers_them(spec: str, compute: Compute) -> None:
+    """A grid that depends on tokens has a block for each row, at any count."""
+    for kernel in plan_of(spec, compute).kernels:
+        for extent in kernel.grid:
+            if extent.per_tokens and not extent.cap:
+                assert all(extent.value(rows, 1) * extent.per_tokens >= rows for rows in (1, 7, 8, 9, 31, 32, 33, 64))
+
+
+def test_k26_is_as_large_as_published() -> None:
+    total = sum(weight.total_bytes for weight in plan_of("k26", "bf16").weights)
+    assert total == pytest.approx(595e9, rel=0.005)
+
+
+def test_costs_of_k26_are_its_weights() -> None:
+    """A decoded token reads 8 of 384 routed experts, one row of the embedding, and all other weights; activations are small change."""
+    plan = plan_of("k26", "bf16")
+    share = {"experts_gate_up": 8 / 384, "experts_down": 8 / 384, "embed_tokens": 1 / 163840}
+    weights = sum(weight.total_bytes * share.get(weight.name, 1) for weight in plan.weights)
+    moved = sum(plan.kernel(launch.kernel).cost.bytes(1) for launch, _ in plan.program("decode").launches())
+    assert weights < moved < 1.01 * weights
+
+
+def test_directories() -> None:
+    assert plan_of("tiny", "bf16").directory == "tiny" and plan_of("tiny", "f32").directory == "tiny-f32"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(max_context=4096), "a context of 4096 exceeds max_position_embeddings 1024"),
+        (Limits(max_context=0), "at least 1"),
+        (Limits(max_tokens=0, max_context=64), "at least 1"),
+        (Limits(max_sequences=-1, max_context=64), "at least 1"),
+    ],
+)
+def test_impossible_limits_are_refused(limits: Limits, reason: str) -> None:
+    with pytest.raises(KdgenError, match=reason):
+        build_plan(load_spec("tiny"), None, limits)
+
+
+def test_tensor_cores_are_refused_where_dims_rule_them_out() -> None:
+    values = load_spec("tiny").model_dump() | {"moe_intermediate_size": 120, "name": "odd"}
+    spec = type(load_spec("tiny")).model_validate(values)
+    assert build_plan(spec).compute == "f32" and any("moe_intermediate_size 120" in note for note in build_plan(spec).notes)
+    with pytest.raises(KdgenError, match="moe_intermediate_size 120 is no multiple of 16"):
+        build_plan(spec, "bf16")

@@ -1,0 +1,90 @@
+"""Templates against their contexts: the names they use are exactly the fields they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jinja2
+import pytest
+from jinja2 import meta, nodes
+
+from kdgen.build import plans_for
+from kdgen.errors import KdgenError
+from kdgen.plan import params
+from kdgen.plan.ir import Compute
+from kdgen.render import environment, hexfloat, render
+from kdgen.resources import templates_dir
+
+TEMPLATES = sorted((templates_dir() / "kernels").glob("*.cu.j2"))
+DTYPES: tuple[Compute, ...] = ("f32", "bf16")
+
+
+def contexts() -> dict[str, set[type]]:
+    """The dataclasses each template is rendered with, over every shipped spec in both dtypes."""
+    found: dict[str, set[type]] = {}
+    for dtype in DTYPES:
+        for plan in plans_for([], dtype):
+            for kernel in plan.kernels:
+                found.setdefault(kernel.template, set()).add(type(kernel.params))
+    return found
+
+
+CONTEXTS = contexts()
+
+
+def test_every_template_is_used_and_every_context_has_one() -> None:
+    assert set(CONTEXTS) == {path.name for path in TEMPLATES}
+    declared = {value for value in vars(params).values() if dataclasses.is_dataclass(value)}
+    assert {context for found in CONTEXTS.values() for context in found} == declared
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_names_used_are_the_fields(path: Path) -> None:
+    (context,) = CONTEXTS[path.name]
+    assert dataclasses.is_dataclass(context) and context.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    tree = environment().parse(path.read_text())
+    assert meta.find_undeclared_variables(tree) == {"p"}
+    used = {node.attr for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name) and node.node.name == "p"}
+    assert used == {field.name for field in dataclasses.fields(context)}
+    mentions = sum(node.name == "p" for node in tree.find_all(nodes.Name))
+    assert mentions == sum(1 for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name))  # only ever as p.field
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_size_and_shape(path: Path) -> None:
+    text = path.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 200, "a third variant branch means a new template"
+    assert max(map(len, lines)) <= 140 and "\t" not in text and text.endswith("\n")
+    assert lines[0].startswith("// ") and text.count('#include "primitives.cuh"') == text.count("#include") == 1
+    assert text.count("__global__") == 1 and "asm" not in text, "hardware is reached through templates/lib"
+
+
+@pytest.mark.parametrize("value", [None, True, False, 1.5])
+def test_values_that_cpp_reads_differently_are_refused(value: object) -> None:
+    with pytest.raises(KdgenError, match="use a filter"):
+        environment().from_string("{{ p }}").render(p=value)
+
+
+def test_names_that_are_not_there_are_refused() -> None:
+    with pytest.raises(jinja2.UndefinedError):
+        environment().from_string("{{ p.rows }}").render(p=params.Advance("advance"))
+
+
+def test_a_template_that_does_not_fit_names_itself_and_the_kernel() -> None:
+    (plan,) = plans_for(["tiny"])
+    kernels = tuple(dataclasses.replace(k, params=params.Advance("argmax")) if k.name == "argmax" else k for k in plan.kernels)
+    with pytest.raises(KdgenError, match=r"template argmax\.cu\.j2, kernel argmax of tiny: .*vocab"):
+        render(dataclasses.replace(plan, kernels=kernels))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.0, "0x1p+0f /* 1 */"), (1e-6, "0x1.0c6f7ap-20f /* 1e-06 */"), (2.5, "0x1.4p+1f /* 2.5 */"), (0.0, "0x0p+0f /* 0 */")],
+)
+def test_float_literals_are_exact(value: float, text: str) -> None:
+    import numpy as np
+
+    assert hexfloat(value) == text
+    assert float.fromhex(text.split("f /*")[0]) == float(np.float32(value))
