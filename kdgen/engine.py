@@ -19,7 +19,7 @@ from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, 
 from kdgen.render import render
 from kdgen.rope import rope_tables
 from kdgen.spec import Spec
-from kdgen.weights.pack import Tensors, packed_parts
+from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,18 @@ class Verified:
 class Engine:
     """One model on one backend.
 
-    ``tensors`` gives checkpoint tensors by key. ``progress`` is called with (bytes done, bytes in all) while weights load.
-    Raises BackendError when kernels do not load or memory is short.
+    ``weights`` are in the plan's layouts already, or give checkpoint tensors by key. ``progress`` is called with (bytes done,
+    bytes in all) before the first weight and while they load. Raises BackendError when kernels do not load or memory is short,
+    and WeightError when the weights do not fit the plan or are damaged.
     """
 
     def __init__(
-        self, spec: Spec, plan: Plan, backend: Backend, tensors: Tensors, progress: Callable[[int, int], None] | None = None
+        self, spec: Spec, plan: Plan, backend: Backend, weights: Tensors | PackedWeights, progress: Callable[[int, int], None] | None = None
     ) -> None:
         self.spec, self.backend = spec, backend
         self._plan = plan
         backend.load([Source(r.kernel.name, r.text, r.kernel.block, r.kernel.smem) for r in render(plan)])
-        self._weights = self._load_weights(tensors, progress)
+        self._weights = self._load_weights(weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights), progress)
         self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
         for name, table in zip(("cos_table", "sin_table"), rope_tables(spec, plan.limits.capacity), strict=True):
             self._write(name, table)
@@ -193,14 +194,17 @@ class Engine:
         array = self._buffers[arg.name]
         return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else 0)
 
-    def _load_weights(self, tensors: Tensors, progress: Callable[[int, int], None] | None) -> dict[str, DeviceArray]:
+    def _load_weights(self, weights: PackedWeights, progress: Callable[[int, int], None] | None) -> dict[str, DeviceArray]:
+        weights.check(self.plan)
         total, done = sum(w.total_bytes for w in self.plan.weights), 0
+        if progress:
+            progress(done, total)
         loaded = {}
         for weight in self.plan.weights:
             for layer in range(*weight.layers) if weight.layers else (0,):
                 array = self.backend.empty((weight.stored_bytes // ITEM_BYTES[weight.dtype],), weight.dtype)
                 at = 0
-                for part in packed_parts(weight, layer, tensors):
+                for part in weights.parts(weight, layer):
                     self.backend.write(array, part, at)
                     at += part.size
                     done += part.nbytes

@@ -61,6 +61,23 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def byte_progress(before: str, during: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr while the block runs; call the value with (bytes done, bytes in all). Silent without a terminal.
+
+    It is called ``before`` until the first call, ``during`` from then on.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(before, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total, description=during)
+
+
+@contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """What is being done, on stderr, while the block runs; call the value to say something else. Silent without a terminal."""
     if not sys.stderr.isatty():

@@ -7,16 +7,42 @@ hundreds of experts never exists twice in host memory.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.ir import DType, Weight
+from kdgen.plan.ir import DType, Plan, Weight
 
 Array = NDArray[np.generic]
 Tensors = Callable[[str], Array]  #: checkpoint key to array
+
+
+class PackedWeights(ABC):
+    """Weights in a plan's layouts, wherever they come from: checkpoint tensors packed on the way, a packed file, made-up values."""
+
+    def check(self, plan: Plan) -> None:
+        """Raises WeightError when these weights are not those that ``plan`` reads."""
+        return
+
+    @abstractmethod
+    def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
+        """Consecutive flat pieces of one packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long.
+
+        A piece may be a view of memory that goes away with the next one. Raises WeightError for damaged input.
+        """
+
+
+class CheckpointWeights(PackedWeights):
+    """Checkpoint tensors, packed when they are asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
+        return packed_parts(weight, layer, self._tensors)
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:

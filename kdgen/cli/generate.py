@@ -1,0 +1,235 @@
+"""``kdgen generate``: decode with a model's weights."""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+from kdgen import __version__
+from kdgen.backends import backend_names
+from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
+from kdgen.compile import nvrtc_version
+from kdgen.decode import Decoded, decode_plain, decode_tree
+from kdgen.drafters.base import Drafter
+from kdgen.drafters.ngram import NgramDrafter
+from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
+from kdgen.engine import Engine
+from kdgen.errors import KdgenError
+from kdgen.model import Opened, context_for, open_engine, open_model, random_model
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
+from kdgen.spec import Spec, show
+
+DRAFTERS = ("ngram", "replay", "random", "adversarial", "none")
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. ``build`` makes and compiles the kernels, ``load`` the weights; the others are those of the run reported."""
+
+    build: float
+    load: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Versions:
+    kdgen: str
+    python: str
+    numpy: str
+    nvrtc: str | None  #: on the GPU alone
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was decoded, and how.
+
+    ``acceptance_lengths`` has one entry a draft tree, its root counted; it is empty without drafts. ``target_forwards`` leaves the
+    prompt out. ``exact`` says whether plain decoding gave the same tokens and the same bits in every cache row; null: not asked.
+    """
+
+    model: str
+    spec: str
+    spec_sha256: str
+    backend: str
+    dtype: Compute
+    prompt_tokens: int
+    draft: str
+    budget: int
+    block_size: int
+    tokens: tuple[int, ...]
+    acceptance_lengths: tuple[int, ...]
+    target_forwards: int
+    stopped: bool  #: by an end-of-sequence token
+    exact: bool | None
+    timings: Timings
+    versions: Versions
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How to decode; what the options of the command say."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop: tuple[int, ...]
+    draft: str
+    error_rate: float
+    budget: int
+    block_size: int
+    chunk: int | None
+    seed: int
+
+
+@click.command("generate", short_help="Decode tokens with a model's weights, plainly or with draft trees.")
+@click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or what `kdgen import` made of it.")
+@click.option("--prompt-ids", required=True, metavar="IDS|@FILE", help="The prompt's token ids: 5,17,9, or a file of them.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
+@click.option("--draft", type=click.Choice(DRAFTERS), default="none", show_default=True, help="Who proposes draft trees.")
+@click.option("--error-rate", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="How often the replay drafter is wrong.")
+@click.option("--budget", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Most draft nodes of a tree.")
+@click.option("--block-size", type=click.IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
+@click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
+@click.option("--context", type=click.IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
+@click.option("--chunk", type=click.IntRange(1, Limits().max_tokens), help="Prompt tokens a forward; changes no bit.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
+@click.option("--check-exact", is_flag=True, help="Decode plainly too, and compare tokens and cache bits; exit code 1 if any differ.")
+@click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
+@click.option("--layers", type=click.IntRange(min=1), help="With --random-weights: the first so many layers only.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random weights and drafters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
+@click.pass_context
+def command(
+    ctx: click.Context, model: str, prompt_ids: str, max_new_tokens: int, draft: str, error_rate: float, budget: int, block_size: int,
+    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, ignore_eos: bool, check_exact: bool,
+    random_weights: bool, layers: int | None, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else.
+
+    The model is a folder as published: config.json and safetensors, unquantized or with INT4 experts. Token ids go to stdout,
+    statistics to stderr.
+
+    Without --draft, --check-exact compares with a run that takes the prompt token by token.
+    """
+    if layers is not None and not random_weights:
+        raise click.UsageError("--layers cuts a model with made-up weights: add --random-weights")
+    with status() as say:
+        say(f"opening {model}")
+        opened_model = random_model(model, layers, seed) if random_weights else open_model(Path(model))
+    spec = opened_model.spec
+    prompt = read_prompt(prompt_ids, spec.vocab_size)
+    room = context_for(spec, len(prompt), max_new_tokens, context)
+    if len(prompt) + max_new_tokens > room:
+        warn(f"a context of {room} holds {room - len(prompt)} new tokens after this prompt, not {max_new_tokens}")
+    stop = () if ignore_eos else spec.eos_token_id
+    run = _Run(prompt, max_new_tokens, stop, draft, error_rate, budget, block_size, chunk, seed)
+    with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
+        opened = open_engine(opened_model, room, dtype, backend, seed, bar)
+    with status() as say:
+        say(f"{spec.name}: decoding")
+        decoded, exact = _decode(opened.engine, run, check_exact)
+    report = _report(model, opened, run, decoded, exact)
+    if as_json:
+        emit_json("kdgen.generate/1", report)
+    else:
+        click.echo(" ".join(map(str, report.tokens)))
+        click.echo(_summary(report, opened.engine), err=True)
+    ctx.exit(1 if exact is False else 0)
+
+
+def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids separated by commas or blanks, as they stand or in the file that ``@`` precedes.
+
+    Raises KdgenError for a file that cannot be read, anything that is no id of the vocabulary, or no id at all.
+    """
+    where = "--prompt-ids"
+    if text.startswith("@"):
+        where = text[1:]
+        try:
+            text = Path(where).read_text(encoding="utf-8")
+        except OSError as error:
+            raise KdgenError(f"{where}: cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise KdgenError(f"{where}: is no text file; token ids are written in decimal, separated by commas or blanks") from None
+    words = [word for word in re.split(r"[\s,]+", text) if word]
+    if not words:
+        raise KdgenError(f"{where}: the prompt is empty: give at least one token id")
+    for place, word in enumerate(words, 1):
+        if not re.fullmatch(r"-?[0-9]{1,18}", word):
+            raise KdgenError(f"{where}: {show(word)}, id {place} of the prompt, is no integer")
+        if not 0 <= int(word) < vocab_size:
+            raise KdgenError(f"{where}: {word}, id {place} of the prompt, is outside the vocabulary of {vocab_size}")
+    return tuple(int(word) for word in words)
+
+
+def _decode(engine: Engine, run: _Run, check: bool) -> tuple[Decoded, bool | None]:
+    """The run asked for, and whether it equals plain decoding where that was asked too."""
+    plain = None
+    if check or run.draft in ("replay", "adversarial"):
+        plain = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, 1 if run.draft == "none" else run.chunk)
+    rows = engine.cache_rows() if check else None
+    if run.draft == "none":
+        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk)
+    else:
+        drafter = _drafter(run, engine.spec, plain.tokens if plain else ())
+        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, drafter, run.budget, run.block_size, run.stop, run.chunk)
+    if plain is None or rows is None:
+        return decoded, None
+    # a tree that holds a stop token may have committed more behind it
+    same_rows = rows.tobytes() == np.ascontiguousarray(engine.cache_rows()[:, : rows.shape[1]]).tobytes()
+    return decoded, decoded.tokens == plain.tokens and same_rows
+
+
+def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
+    truth = (*run.prompt, *continuation)
+    if run.draft == "ngram":
+        return NgramDrafter()
+    if run.draft == "replay":
+        return ReplayDrafter(truth, spec.vocab_size, run.error_rate, run.seed)
+    if run.draft == "adversarial":
+        return AdversarialDrafter(truth, spec.vocab_size, seed=run.seed)
+    return RandomDrafter(spec.vocab_size, run.seed)
+
+
+def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, exact: bool | None) -> Generated:
+    engine = opened.engine
+    on_gpu = engine.backend.name == "cuda"
+    return Generated(
+        model=model,
+        spec=engine.spec.name,
+        spec_sha256=engine.plan.spec_sha256,
+        backend=engine.backend.description,
+        dtype=engine.plan.compute,
+        prompt_tokens=len(run.prompt),
+        draft=run.draft,
+        budget=run.budget,
+        block_size=run.block_size,
+        tokens=decoded.tokens,
+        acceptance_lengths=decoded.acceptance_lengths,
+        target_forwards=decoded.target_forwards,
+        stopped=decoded.tokens[-1] in run.stop,
+        exact=exact,
+        timings=Timings(opened.build_seconds, opened.load_seconds, decoded.prefill_seconds, decoded.decode_seconds),
+        versions=Versions(__version__, platform.python_version(), np.__version__, nvrtc_version() if on_gpu else None),
+    )
+
+
+def _summary(report: Generated, engine: Engine) -> str:
+    weights = size_text(sum(weight.total_bytes for weight in engine.plan.weights))
+    times = report.timings
+    lines = [
+        f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; "
+        f"kernels {times.build:.1f} s, weights {times.load:.1f} s",
+        f"{report.prompt_tokens} prompt tokens in {times.prefill:.3f} s, {len(report.tokens)} new ones in {times.decode:.3f} s"
+        f"{' (end of sequence)' if report.stopped else ''}: {report.target_forwards} forwards"
+        + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),
+    ]
+    if report.exact is not None:
+        lines.append(f"same tokens and cache bits as plain decoding: {'yes' if report.exact else 'NO'}")
+    return "\n".join(lines)

@@ -1,0 +1,19 @@
+"""``kdgen spec``: a published model's config.json as kdgen's own YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kdgen.config import load_config
+
+
+@click.command("spec", short_help="Print the spec of a published model as YAML.")
+@click.argument("model", type=click.Path(path_type=Path), metavar="DIR")
+def command(model: Path) -> None:
+    """Print the spec of the published model in DIR (or of a config.json) as YAML, which other commands take as SPEC.
+
+    Only the description is read. Anything in it that kdgen does not know, or knows that its kernels do not compute, is refused.
+    """
+    click.echo(load_config(model).to_yaml(), nl=False)

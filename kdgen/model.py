@@ -1,0 +1,121 @@
+"""A model to run: what ``--model`` names, as a spec and its weights, and an engine made of it.
+
+It is a published folder (``config.json`` and safetensors), a ``.kdtr`` file of packed weights, or any description with
+made-up weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kdgen.backends import open_backend
+from kdgen.config import load_config
+from kdgen.engine import Engine
+from kdgen.errors import KdgenError
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute, Limits
+from kdgen.spec import Spec, load_spec
+from kdgen.weights.checkpoint import Checkpoint
+from kdgen.weights.pack import CheckpointWeights, PackedWeights
+from kdgen.weights.random import random_weights
+
+
+@dataclass(frozen=True)
+class Model:
+    """A spec and its weights. ``compute`` is the compute type that they are packed for, None while any will do."""
+
+    spec: Spec
+    weights: PackedWeights
+    compute: Compute | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine ready to decode, and how long its kernels and its weights took."""
+
+    engine: Engine
+    build_seconds: float
+    load_seconds: float
+
+
+def open_model(path: Path) -> Model:
+    """A published model folder. Every tensor's place, shape and type is checked, and none is read.
+
+    Raises SpecError for a config, WeightError for weights that are damaged, incomplete or unsupported, with everything that is wrong.
+    """
+    if not path.exists():
+        raise KdgenError(f"{path}: there is no such model; --model takes a folder with config.json and safetensors, or a .kdtr file")
+    if not path.is_dir():
+        raise KdgenError(f"{path}: is no model folder and no .kdtr file; for a spec without weights add --random-weights")
+    spec = load_config(path)
+    checkpoint = Checkpoint(path)
+    checkpoint.validate(spec)
+    return Model(spec, CheckpointWeights(checkpoint.__getitem__))
+
+
+def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model:
+    """Made-up weights for a spec (a shipped name, a YAML file) or a config (its file or folder), cut to ``layers`` layers.
+
+    Raises SpecError for a bad description, KdgenError when there are fewer layers than that.
+    """
+    path = Path(source)
+    spec = load_config(path) if path.is_dir() or path.suffix == ".json" else load_spec(source)
+    if layers is not None:
+        spec = shorten(spec, layers)
+    return Model(spec, CheckpointWeights(random_weights(spec, seed).__getitem__))
+
+
+def shorten(spec: Spec, layers: int) -> Spec:
+    """The first ``layers`` layers of a model; one with routed experts keeps at least one layer of them.
+
+    Raises KdgenError when the model has fewer layers.
+    """
+    if not 1 <= layers <= spec.num_hidden_layers:
+        raise KdgenError(f"{spec.name} has {spec.num_hidden_layers} layers and cannot be cut to {layers}")
+    dense = min(spec.first_k_dense_replace, layers - 1 if spec.has_moe else layers)
+    return Spec.from_mapping(spec.model_dump(mode="json") | {"num_hidden_layers": layers, "first_k_dense_replace": dense}, spec.name)
+
+
+def context_for(spec: Spec, prompt_tokens: int, new_tokens: int, context: int | None = None) -> int:
+    """The context to plan for: ``context``, or what prompt and new tokens need, as far as the model's positions go.
+
+    Raises KdgenError when the prompt leaves no room in it.
+    """
+    chosen = context or min(prompt_tokens + new_tokens, spec.max_position_embeddings)
+    if prompt_tokens >= chosen:
+        cure = "raise --context" if context and context < spec.max_position_embeddings else "the model has no more positions"
+        raise KdgenError(f"a prompt of {prompt_tokens} tokens leaves no room in a context of {chosen}: {cure}")
+    return chosen
+
+
+def open_engine(
+    model: Model,
+    context: int,
+    compute: Compute | None = None,
+    backend: str | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Opened:
+    """Plan, compile (through the cache) and load ``model``. ``progress`` is called with bytes of weights done and in all.
+
+    Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
+    backend cannot run or memory is short, WeightError for damaged weights.
+    """
+    if model.compute and compute not in (None, model.compute):
+        raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
+    plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context))
+    began = time.perf_counter()
+    loading = began
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal loading
+        if done == 0:
+            loading = time.perf_counter()
+        if progress:
+            progress(done, total)
+
+    engine = Engine(model.spec, plan, open_backend(backend, seed), model.weights, on_progress)
+    return Opened(engine, loading - began, time.perf_counter() - loading)
