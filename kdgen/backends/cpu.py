@@ -352,15 +352,15 @@ def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument]) -> 
         if where & _LINE_FLAG:
             return f"{loaded.source.name}.cu:{where & ~_LINE_FLAG}"
         found = line_table.lookup(loaded.library, where) if where else None
-        return f"{found.file}:{found.line}" if found else "unknown line"
+        return f"{found.file}:{found.line}" if found else ""
 
     text = bytes(error.text).decode(errors="replace")
     if error.buffer:
         text = text.replace("{buffer}", _buffer_name(int(error.buffer), args))
-    text = text.replace("{other}", place(error.other))
+    text = text.replace("{other}", place(error.other) or "unknown line")
     thread = "" if error.thread == _NO_THREAD else f" block {tuple(error.block)} thread {error.thread}"
-    line = f" at {place(error.where)}" if error.where else ""
-    return f"kernel {loaded.source.name}{thread}{line}: {text}"
+    here = place(error.where)
+    return f"kernel {loaded.source.name}{thread}{f' at {here}' if here else ''}: {text}"
 
 
 def _buffer_name(address: int, args: Sequence[Argument]) -> str:

@@ -10,7 +10,7 @@ struct uint3 {
 };
 
 struct EmuWarp {
-  void* operand[32];  // of the collective that the lanes are gathering for
+  void* operand[32];      // of the collective that the lanes are gathering for
   uint64_t received[32];  // by shuffles
 };
 
@@ -116,6 +116,6 @@ struct EmuThunk<Kernel> {
   static void call(const uint64_t* slots) { unpack(slots, typename EmuMakeIndices<sizeof...(A)>::type{}); }
   static constexpr char parameters[] = {EmuKind<typename EmuPlain<A>::type>::value..., 0};
 };
-#define EMU_EXPORT(name)                                                         \
-  EMU_API const EmuKernel emu_kernel_##name;                                     \
+#define EMU_EXPORT(name)                     \
+  EMU_API const EmuKernel emu_kernel_##name; \
   const EmuKernel emu_kernel_##name = {&EmuThunk<&name::name>::call, EmuThunk<&name::name>::parameters};

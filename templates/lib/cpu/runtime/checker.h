@@ -16,7 +16,7 @@ struct Checker {
   // blocks whose earlier writes the running block may read, and, by address of an atomic, what its users have released
   std::vector<bool> seen;
   std::map<uintptr_t, std::vector<bool>> released;
-  Shadow shared;  // of the arena of the one worker there is
+  Shadow shared;                                     // of the arena of the one worker there is
   std::map<const EmuKernel*, size_t> shared_pieces;  // what earlier launches of a kernel have cut its shadow to
   // the kernel's library, its static data included
   uintptr_t module_start = 0, module_end = 0;
@@ -81,17 +81,19 @@ struct Access {
   const char* kind() const { return is_atomic ? "atomic" : write ? "write" : "read"; }
 };
 
-__attribute__((noinline, noreturn)) static void fail_race(Worker* w, const Access& a, const char* memory, uint64_t buffer, Order how,
-                                                          const char* earlier, unsigned thread, Where other) {
-  fail(w, {a.lane, a.where, other, buffer}, "race: %u-byte %s of %s after a %s by thread %u of %s ({other}), with nothing between to order them",
-       a.bytes, a.kind(), memory, earlier, thread, how == Order::other_block ? "another block" : "this block");
+__attribute__((noinline, noreturn)) static void fail_race(Worker* w, const Access& a, const char* memory, uint64_t buffer,
+                                                          Order how, const char* earlier, unsigned thread, Where other) {
+  fail(w, {a.lane, a.where, other, buffer},
+       "race: %u-byte %s of %s after a %s by thread %u of %s ({other}), with nothing between to order them", a.bytes, a.kind(),
+       memory, earlier, thread, how == Order::other_block ? "another block" : "this block");
 }
 
 static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char* memory, uint64_t buffer) {
   const bool both_atomic = a.is_atomic && cell.state == ATOMIC;
   if (cell.write_tick >= checker.launch_tick && !both_atomic) {
     const Order how = order(w, a.lane, cell.write_tick, cell.writer);
-    if (how != Order::ordered) fail_race(w, a, memory, buffer, how, cell.state == ATOMIC ? "atomic" : "write", cell.writer, cell.write_where);
+    if (how != Order::ordered)
+      fail_race(w, a, memory, buffer, how, cell.state == ATOMIC ? "atomic" : "write", cell.writer, cell.write_where);
   }
   if (!a.write) {
     if (cell.read_tick >= checker.launch_tick && cell.reader != a.lane->linear) {
@@ -151,8 +153,9 @@ static void check_shared(Worker* w, const Access& a) {
       if (cell.read_tick < w->block_tick) cell.read_tick = cell.read2_tick = cell.other_block_tick = 0;
     }
     if (written && cell.state == IN_FLIGHT)
-      fail(w, {a.lane, a.where, cell.write_where}, "unwaited copy: %u-byte %s of shared memory that a cp_async_16 of thread %u ({other}) is still to fill",
-           a.bytes, a.kind(), cell.writer);
+      fail(w, {a.lane, a.where, cell.write_where},
+           "unwaited copy: %u-byte %s of shared memory that a cp_async_16 of thread %u ({other}) is still to fill", a.bytes,
+           a.kind(), cell.writer);
     if (!written && (!a.write || a.is_atomic))
       fail(w, blame, "uninitialised: %u-byte %s of %s shared memory that nobody has written (byte %zu)", a.bytes, a.kind(),
            dynamic ? "dynamic" : "static", at - start);
@@ -168,9 +171,12 @@ static void check_device(Worker* w, const Access& a) {
     if (!buffer) {
       if (a.p >= c.module_start && a.p < c.module_end) return;  // the kernel's constants
       Allocation* near = nearest_allocation(a.p);
-      if (!near) fail(w, {a.lane, a.where}, "out of bounds: %u-byte %s at %p, which is no memory of this device", a.bytes, a.kind(), reinterpret_cast<void*>(a.p));
-      fail(w, {a.lane, a.where, 0, reinterpret_cast<uint64_t>(near->p)}, "out of bounds: %u-byte %s at byte %td of {buffer}, which has %zu",
-           a.bytes, a.kind(), static_cast<ptrdiff_t>(a.p - reinterpret_cast<uintptr_t>(near->p)), near->bytes);
+      if (!near)
+        fail(w, {a.lane, a.where}, "out of bounds: %u-byte %s at %p, which is no memory of this device", a.bytes, a.kind(),
+             reinterpret_cast<void*>(a.p));
+      fail(w, {a.lane, a.where, 0, reinterpret_cast<uint64_t>(near->p)},
+           "out of bounds: %u-byte %s at byte %td of {buffer}, which has %zu", a.bytes, a.kind(),
+           static_cast<ptrdiff_t>(a.p - reinterpret_cast<uintptr_t>(near->p)), near->bytes);
     }
     c.recent = buffer;
   }
@@ -182,12 +188,13 @@ static void check_device(Worker* w, const Access& a) {
   if (!watched(buffer)) return;
   if (!a.write || a.is_atomic)
     if (const void* blank = memchr(buffer->written + offset, 0, a.bytes))
-      fail(w, blame, "uninitialised: %u-byte %s of byte %td of {buffer}, which neither the host nor a kernel has written", a.bytes, a.kind(),
-           static_cast<const unsigned char*>(blank) - buffer->written);
+      fail(w, blame, "uninitialised: %u-byte %s of byte %td of {buffer}, which neither the host nor a kernel has written",
+           a.bytes, a.kind(), static_cast<const unsigned char*>(blank) - buffer->written);
   Shadow& shadow = buffer->shadow;
   if (const size_t piece = Shadow::pieces_for(offset, a.bytes); piece < shadow.piece && !shadow.cut(piece, c.launch_tick))
     fail(w, blame, "out of memory for the checker");
-  for (size_t at = offset; at < offset + a.bytes; at += shadow.piece) check_cell(w, a, shadow.cells[at / shadow.piece], "{buffer}", name);
+  for (size_t at = offset; at < offset + a.bytes; at += shadow.piece)
+    check_cell(w, a, shadow.cells[at / shadow.piece], "{buffer}", name);
   if (!a.write) return;
   memset(buffer->written + offset, 1, a.bytes);
   a.lane->fenced = a.lane->fenced && a.is_atomic;
@@ -195,12 +202,13 @@ static void check_device(Worker* w, const Access& a) {
 
 static void check(Worker* w, const Access& a) {
   const uintptr_t stacks = reinterpret_cast<uintptr_t>(w->stacks);
-  if (a.p - stacks < w->stack_count * STACK) return;                            // a thread's own variables
-  if (a.p - reinterpret_cast<uintptr_t>(w) < sizeof(Worker)) return;            // threadIdx and friends
+  if (a.p - stacks < w->stack_count * STACK) return;                  // a thread's own variables
+  if (a.p - reinterpret_cast<uintptr_t>(w) < sizeof(Worker)) return;  // threadIdx and friends
   if (a.p == reinterpret_cast<uintptr_t>(&emu_context)) return;
   if (a.p - reinterpret_cast<uintptr_t>(w->launch->slots) < 8 * w->launch->slot_count) return;
   if (a.bytes <= 16 && (a.bytes & (a.bytes - 1)) == 0 && (a.p & (a.bytes - 1)))
-    fail(w, {a.lane, a.where}, "misaligned: access at an address that is %u more than a multiple of %u", static_cast<unsigned>(a.p & (a.bytes - 1)), a.bytes);
+    fail(w, {a.lane, a.where}, "misaligned: access at an address that is %u more than a multiple of %u",
+         static_cast<unsigned>(a.p & (a.bytes - 1)), a.bytes);
   if (a.p - reinterpret_cast<uintptr_t>(w->arena) < ARENA)
     check_shared(w, a);
   else

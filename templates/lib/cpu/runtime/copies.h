@@ -57,25 +57,44 @@ static uint64_t atomic(EmuAtomicOp op, T* p, T value, T compare) {
   for (;;) {
     T next = value;
     switch (op) {
-      case EMU_ADD: next = static_cast<T>(static_cast<uint64_t>(old) + static_cast<uint64_t>(value)); break;
-      case EMU_MIN: next = old < value ? old : value; break;
-      case EMU_MAX: next = old > value ? old : value; break;
-      case EMU_EXCHANGE: break;
-      case EMU_CAS: next = old == compare ? value : old; break;
-      case EMU_AND: next = old & value; break;
-      case EMU_OR: next = old | value; break;
-      case EMU_XOR: next = old ^ value; break;
+      case EMU_ADD:
+        next = static_cast<T>(static_cast<uint64_t>(old) + static_cast<uint64_t>(value));
+        break;
+      case EMU_MIN:
+        next = old < value ? old : value;
+        break;
+      case EMU_MAX:
+        next = old > value ? old : value;
+        break;
+      case EMU_EXCHANGE:
+        break;
+      case EMU_CAS:
+        next = old == compare ? value : old;
+        break;
+      case EMU_AND:
+        next = old & value;
+        break;
+      case EMU_OR:
+        next = old | value;
+        break;
+      case EMU_XOR:
+        next = old ^ value;
+        break;
     }
     if (__atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return static_cast<uint64_t>(old);
   }
 }
 EMU_API uint64_t emu_atomic(EmuAtomicOp op, EmuAtomicType type, void* p, uint64_t value, uint64_t compare, int line) {
   Worker* w = current();
-  if (w->launch->flags & CHECK) check_atomic(w, current_lane(w), reinterpret_cast<uintptr_t>(p), type == EMU_U64 ? 8 : 4, at_line(line));
+  if (w->launch->flags & CHECK)
+    check_atomic(w, current_lane(w), reinterpret_cast<uintptr_t>(p), type == EMU_U64 ? 8 : 4, at_line(line));
   switch (type) {
-    case EMU_I32: return atomic(op, static_cast<int32_t*>(p), static_cast<int32_t>(value), static_cast<int32_t>(compare));
-    case EMU_U32: return atomic(op, static_cast<uint32_t*>(p), static_cast<uint32_t>(value), static_cast<uint32_t>(compare));
-    default: return atomic(op, static_cast<uint64_t*>(p), value, compare);
+    case EMU_I32:
+      return atomic(op, static_cast<int32_t*>(p), static_cast<int32_t>(value), static_cast<int32_t>(compare));
+    case EMU_U32:
+      return atomic(op, static_cast<uint32_t*>(p), static_cast<uint32_t>(value), static_cast<uint32_t>(compare));
+    default:
+      return atomic(op, static_cast<uint64_t*>(p), value, compare);
   }
 }
 EMU_API void emu_fence() {

@@ -54,8 +54,9 @@ EMU_API void __ubsan_handle_type_mismatch_v1(const UbsanTypeMismatch* what, uint
   Worker* w = current();
   if (!w || !w->running) return;
   const unsigned alignment = 1u << what->log_alignment;
-  fail(w, {current_lane(w), at_line(static_cast<int>(what->line))}, "misaligned: access at an address that is %u more than a multiple of %u",
-       static_cast<unsigned>(p & (alignment - 1)), alignment);
+  fail(w, {current_lane(w), at_line(static_cast<int>(what->line))},
+       "misaligned: access at an address that is %u more than a multiple of %u", static_cast<unsigned>(p & (alignment - 1)),
+       alignment);
 }
 
 EMU_API void __tsan_func_entry(void*) {}

@@ -113,7 +113,8 @@ EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
   }
   memset(base + PAGE, POISON, pages);
   char* p = base + PAGE + pages - body;
-  allocations[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] = Allocation{base, pages + 2 * PAGE, p, bytes, Shadow{}, nullptr};
+  allocations[reinterpret_cast<uintptr_t>(p) + (bytes ? bytes - 1 : 0)] =
+      Allocation{base, pages + 2 * PAGE, p, bytes, Shadow{}, nullptr};
   return p;
 }
 

@@ -40,12 +40,14 @@ static void on_crash(int signal_number, siginfo_t* info, void* context) {
   if (signal_number == SIGABRT) fail(w, blame, "abort()");
   const uintptr_t p = reinterpret_cast<uintptr_t>(info->si_addr);
   const uintptr_t stacks = reinterpret_cast<uintptr_t>(w->stacks);
-  if (p - stacks < w->stack_count * STACK) fail(w, blame, "stack overflow: the thread's variables take more than %zu KiB", STACK >> 10);
+  if (p - stacks < w->stack_count * STACK)
+    fail(w, blame, "stack overflow: the thread's variables take more than %zu KiB", STACK >> 10);
   const Allocation* near = nearest_allocation(p);
   if (!near || info->si_code == SI_KERNEL)  // x86 reports a misaligned vector access without an address
     fail(w, blame, "bad or misaligned access at %p, which is no memory of this device", info->si_addr);
   blame.buffer = reinterpret_cast<uint64_t>(near->p);
-  fail(w, blame, "out of bounds: access at byte %td of {buffer}, which has %zu", static_cast<ptrdiff_t>(p - blame.buffer), near->bytes);
+  fail(w, blame, "out of bounds: access at byte %td of {buffer}, which has %zu", static_cast<ptrdiff_t>(p - blame.buffer),
+       near->bytes);
 }
 
 class CrashHandlers {  // while a launch runs; the process's own come back after it
@@ -56,7 +58,7 @@ class CrashHandlers {  // while a launch runs; the process's own come back after
     ours.ss_sp = stack;
     ours.ss_size = 64 << 10;
     sigaltstack(&ours, &old_stack_);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_crash;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     for (int i = 0; i < 4; ++i) sigaction(CRASHES[i], &action, &old_[i]);
@@ -341,7 +343,8 @@ EMU_API int emu_launch(EmuLaunch* launch) {
       if (!a || canary_intact(*a)) continue;
       launch->error = EmuError{};
       launch->error.buffer = reinterpret_cast<uint64_t>(a->p);
-      snprintf(launch->error.text, sizeof launch->error.text, "out of bounds: something was written just outside {buffer}, which has %zu bytes", a->bytes);
+      snprintf(launch->error.text, sizeof launch->error.text,
+               "out of bounds: something was written just outside {buffer}, which has %zu bytes", a->bytes);
       launch->error.thread = ~0u;
       result = FAILED;
     }

@@ -46,7 +46,8 @@ __attribute__((noinline, noreturn)) static void fail_stuck(Worker* w) {
         where = at_line(first->line);
       }
       if (shown++ < 6)
-        n += snprintf(text + n, sizeof text - n, "; lanes %08x of warp %u wait at %s (line %d)", waiting, i, first->what, first->line);
+        n += snprintf(text + n, sizeof text - n, "; lanes %08x of warp %u wait at %s (line %d)", waiting, i, first->what,
+                      first->line);
     }
     const unsigned width = w->threads - 32 * i;
     const unsigned exited = (width >= 32 ? ~0u : (1u << width) - 1) & ~warp.alive;
@@ -179,7 +180,8 @@ static void shuffle_step(EmuWarp* base, unsigned mask, int line) {
   for (unsigned m = mask; m; m &= m - 1) {
     const int l = __builtin_ctz(m), from = warp->from[l];
     if (!(mask >> from & 1u))
-      fail(current(), {warp->lanes[l], at_line(line)}, "%s reads lane %d, which is not in the mask %08x", warp->lanes[l]->what, from, mask);
+      fail(current(), {warp->lanes[l], at_line(line)}, "%s reads lane %d, which is not in the mask %08x", warp->lanes[l]->what,
+           from, mask);
     warp->received[l] = warp->sent[from];
   }
 }
@@ -187,13 +189,22 @@ EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int oper
   static const char* const names[] = {"__shfl_sync", "__shfl_xor_sync", "__shfl_up_sync", "__shfl_down_sync"};
   Worker* w = current();
   const int lane = static_cast<int>(w->lane->index);
-  const int first = lane & ~(width - 1), last = lane | (width - 1);  // of the segment; reading outside it gives the lane's own value
+  const int first = lane & ~(width - 1),
+            last = lane | (width - 1);  // of the segment; reading outside it gives the lane's own value
   int from = lane;
   switch (kind) {
-    case EMU_FROM_LANE: from = first | (operand & (width - 1)); break;
-    case EMU_FROM_XOR: from = (lane ^ operand) > last ? lane : lane ^ operand; break;
-    case EMU_FROM_BELOW: from = lane - operand < first ? lane : lane - operand; break;
-    case EMU_FROM_ABOVE: from = lane + operand > last ? lane : lane + operand; break;
+    case EMU_FROM_LANE:
+      from = first | (operand & (width - 1));
+      break;
+    case EMU_FROM_XOR:
+      from = (lane ^ operand) > last ? lane : lane ^ operand;
+      break;
+    case EMU_FROM_BELOW:
+      from = lane - operand < first ? lane : lane - operand;
+      break;
+    case EMU_FROM_ABOVE:
+      from = lane + operand > last ? lane : lane + operand;
+      break;
   }
   Warp* warp = warp_of(current_lane(w));
   warp->sent[lane] = bits;
@@ -222,7 +233,8 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
   warp->runnable &= ~bit;
   --w->alive;
   if (w->barrier_count)
-    fail(w, {me, at_line(w->barrier_line)}, "divergence: this thread has ended while others of its block wait at this __syncthreads");
+    fail(w, {me, at_line(w->barrier_line)},
+         "divergence: this thread has ended while others of its block wait at this __syncthreads");
   Lane* next = next_lane(w, me);
   if (!next && w->alive) fail_stuck(w);
   return next;

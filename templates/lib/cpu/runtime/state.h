@@ -53,9 +53,9 @@ struct Copy {
   int line;
 };
 struct CopyQueue {
-  std::vector<Copy> copies;       // oldest first
-  std::vector<unsigned> groups;   // how many copies each committed group has
-  unsigned open = 0;              // copies since the last commit
+  std::vector<Copy> copies;      // oldest first
+  std::vector<unsigned> groups;  // how many copies each committed group has
+  unsigned open = 0;             // copies since the last commit
 };
 
 struct Warp : EmuWarp {
@@ -77,8 +77,8 @@ struct Lane : EmuLane {
   const char* what;
   EmuWarpStep step;
   // checker
-  uint32_t sync_tick;  // the last barrier or __syncwarp that it took part in
-  bool fenced;         // __threadfence since its last write to global memory
+  uint32_t sync_tick;           // the last barrier or __syncwarp that it took part in
+  bool fenced;                  // __threadfence since its last write to global memory
   CopyQueue* copies = nullptr;  // of this block, once it has any
 };
 
