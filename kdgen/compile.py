@@ -226,12 +226,18 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
         # Keep the bytes and let go of the ObjectCode at once: without a driver even its repr can deadlock.
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's NVRTCError, which no public module names
-        reason = str(error).split("compilation log:", 1)[-1].strip(" \0\n")
+        reason = _first_lines(str(error).split("compilation log:", 1)[-1].strip(" \0\n"))
         raise CompileError(f"{_where(source, target)} does not compile:\n{reason}") from error
     finally:
         del program  # the error's traceback holds this frame, and cuda.core prints a traceback when the cycle collector frees a Program
     facts = {"log": _tidy(log.getvalue()), "seconds": round(time.perf_counter() - started, 4)}
     return json.dumps(facts).encode() + b"\n" + code
+
+
+def _first_lines(log: str, most: int = 40) -> str:
+    """An instruction that an architecture lacks is reported at every one of its uses: the first ones will do."""
+    lines = log.splitlines()
+    return "\n".join(lines if len(lines) <= most else [*lines[:most], f"… and {len(lines) - most} more lines"])
 
 
 def _tidy(log: str) -> str:

@@ -118,6 +118,12 @@ def test_errors_name_kernel_template_and_arch(body: str, reason: str) -> None:
     assert "kernel broken (templates/kernels/broken.cu.j2, sm_90a)" in message and reason in message
 
 
+def test_a_long_log_is_cut() -> None:
+    with pytest.raises(CompileError) as caught:
+        compile_cubin(kernel("broken", "\n".join(f"x = missing{i};" for i in range(60))), "sm_90a", INCLUDE)
+    assert "more lines" in str(caught.value) and len(str(caught.value).splitlines()) < 50
+
+
 def test_several_failures_are_told_at_once() -> None:
     with pytest.raises(CompileError) as caught:
         compile_all([kernel("one", "x = missing;"), ADD, kernel("two", "x = missing;")], ["sm_90a"], INCLUDE)
