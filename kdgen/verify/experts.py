@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.reference import ops
+from kdgen.reference import int4, ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, split_guard
 from kdgen.verify.dense import interleaved
@@ -197,7 +197,7 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
         memory = poison("u8", experts, -(-p.rows // 16) * -(-p.cols // 64) * 576)
         for e in range(experts):
             nibbles, scales = (interleaved(q[e], 8), interleaved(scale[e], 8)) if p.gated else (q[e], scale[e])
-            part = pack_int4_mma_a(nibbles, scales, group)
+            part = pack_int4_mma_a(int4.pack(nibbles.astype(np.int8) - 8), scales, group)
             memory[e, : len(part)] = part
         return memory, w64
     parts = []
@@ -205,7 +205,7 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
         nibbles, scales = np.full((p.cols, p.rows), 15, np.uint8), np.full((p.cols // group, p.rows), np.nan, scale.dtype)
         _place(nibbles[None], q[e].T[None], wanted, p)
         _place(scales[None], scale[e].T[None], wanted, p)
-        parts.append(pack_int4_k_major(np.ascontiguousarray(nibbles.T), np.ascontiguousarray(scales.T), group))
+        parts.append(pack_int4_k_major(int4.pack(nibbles.T.astype(np.int8) - 8), np.ascontiguousarray(scales.T), group))
     return np.stack(parts), w64
 
 

@@ -1,14 +1,20 @@
 """From checkpoint tensors to the plan's layouts.
 
 A ``Weight`` names its checkpoint sources, how they form one logical [batch, rows, cols] matrix (*assembly*) and how that
-matrix lies in memory (*layout*). Parts are yielded one batch entry (head group, expert) at a time, so that a stack of
-hundreds of experts never exists twice in host memory.
+matrix lies in memory (*layout*). A packed tensor comes in parts of at most ``PART_BYTES`` (or one expert), packed a few at a
+time on as many threads as there are CPUs, so that neither a stack of hundreds of experts nor a large matrix ever exists
+twice in host memory. What a layout is, lane by lane, stands in tests/unit/test_pack.py as slow and obvious code.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +24,15 @@ from kdgen.plan.ir import DType, Plan, Weight
 
 Array = NDArray[np.generic]
 Tensors = Callable[[str], Array]  #: checkpoint key to array
+
+#: Raised whenever a layout's bytes change, so that files packed before are refused.
+LAYOUT_VERSION = 1
+#: Most bytes of a part that is no whole expert.
+PART_BYTES = 32 * 2**20
+#: Tensors up to this size are packed where they are asked for; more are worth threads.
+_INLINE_BYTES = 2**21
+#: Bytes of input that are rearranged at a time, so that everything stays in a core's cache.
+_CACHE_BYTES = 2**18
 
 
 class PackedWeights(ABC):
@@ -53,39 +68,76 @@ def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
 
 def packed_parts(weight: Weight, layer: int, tensors: Tensors) -> Iterator[Array]:
     """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long."""
-    sources = [source.replace("{i}", str(layer)) for source in weight.sources]
-    if weight.group_size:
+    tasks = _tasks(weight, [source.replace("{i}", str(layer)) for source in weight.sources], tensors)
+    if weight.stored_bytes <= _INLINE_BYTES:
+        return (task() for task in tasks)
+    return _in_order(tasks)
+
+
+def _in_order(tasks: Iterable[Callable[[], Array]]) -> Iterator[Array]:
+    """Results of ``tasks`` in their order, worked out a few ahead on threads: NumPy lets go of the interpreter where it copies."""
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    pending: deque[Future[Array]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="kdgen-pack")
+    try:
+        for task in tasks:
+            pending.append(pool.submit(task))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Callable[[], Array]]:
+    """One call a part. What a call maps of the checkpoint is let go when it returns (a matrix's, when its last part is done)."""
+    if weight.assembly in ("experts", "experts_gate_up"):
+        pack = _int4_expert if weight.group_size else _expert
         for expert in range(weight.logical[0]):
-            nibbles, scales = _int4_matrix(weight, [source.replace("{e}", str(expert)) for source in sources], tensors)
-            pack = pack_int4_mma_a if weight.layout == "int4_mma_a" else pack_int4_k_major
-            yield pack(nibbles, scales, weight.group_size)
-    elif weight.assembly in ("experts", "experts_gate_up"):
-        for expert in range(weight.logical[0]):
-            yield _lay_out(weight, _matrix(weight, [source.replace("{e}", str(expert)) for source in sources], tensors)[None])
+            yield functools.partial(pack, weight, [source.replace("{e}", str(expert)) for source in sources], tensors)
     elif weight.assembly in ("w_uk", "w_uv"):
-        yield _lay_out(weight, _absorbed(weight, tensors(sources[0])))
+        yield lambda: _whole(weight, _absorbed(weight, tensors(sources[0])))
+    elif weight.layout == "row_major" and weight.logical[1] == 1:
+        yield lambda: _whole(weight, np.concatenate([tensors(source).reshape(-1) for source in sources]))
     else:
-        yield _lay_out(weight, _matrix(weight, sources, tensors)[None])
+        stack = _stack(weight, [tensors(source) for source in sources])
+        _, rows, cols = weight.logical
+        if weight.layout == "k_major":
+            step = max(1, PART_BYTES // (rows * 4))
+            yield from (functools.partial(_columns, weight, stack, at, min(at + step, cols)) for at in range(0, cols, step))
+        else:
+            step = max(1, PART_BYTES // (cols * 4 * 16)) * 16
+            yield from (functools.partial(_rows, weight, stack, at, min(at + step, rows)) for at in range(0, rows, step))
 
 
 # ---- assemblies ---------------------------------------------------------------------------------------------------------
 
 
-def _matrix(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
-    """The logical [rows, cols] matrix of one batch entry."""
-    parts = [tensors(source) for source in sources]
-    if weight.layout == "row_major" and weight.logical[1] == 1:  # a vector
-        return np.concatenate([part.reshape(-1) for part in parts])[None]
-    return _join(weight, parts)
+@dataclass(frozen=True)
+class _Stack:
+    """A matrix as the arrays whose rows make it up: one array after another, or ``tile`` rows of each in turn."""
+
+    arrays: tuple[Array, ...]
+    tile: int
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows start … stop; whole rounds of tiles where there are tiles."""
+        if self.tile:
+            first, last = start // len(self.arrays), stop // len(self.arrays)
+            turns = [array[first:last].reshape(-1, self.tile, array.shape[1]) for array in self.arrays]
+            return np.stack(turns, axis=1).reshape(stop - start, -1)
+        found, offset = [], 0
+        for array in self.arrays:
+            part = array[max(start - offset, 0) : max(stop - offset, 0)]
+            found += [part] if len(part) else []
+            offset += len(array)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def _join(weight: Weight, parts: list[Array]) -> Array:
-    if weight.assembly in ("gate_up", "experts_gate_up"):
-        gate, up = parts
-        tile = weight.gate_up_tile
-        width, cols = gate.shape
-        return np.stack([gate.reshape(width // tile, tile, cols), up.reshape(width // tile, tile, cols)], axis=1).reshape(2 * width, cols)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _stack(weight: Weight, arrays: list[Array]) -> _Stack:
+    whole = len(arrays) == 1 or weight.gate_up_tile in (0, len(arrays[0]))  # gate, then up, is no interleaving
+    return _Stack(tuple(arrays), 0 if whole else weight.gate_up_tile)
 
 
 def _absorbed(weight: Weight, kv_b: Array) -> Array:
@@ -98,27 +150,51 @@ def _absorbed(weight: Weight, kv_b: Array) -> Array:
     return per_head[:, per_head.shape[1] - rows :]
 
 
-def _int4_matrix(weight: Weight, sources: list[str], tensors: Tensors) -> tuple[NDArray[np.uint8], Array]:
-    """(nibbles q + 8 as uint8 [rows, cols], scales bf16 [rows, cols / group])."""
-    nibbles = [unpack_nibbles(tensors(f"{source}_packed")) for source in sources]
-    scales = [tensors(f"{source}_scale") for source in sources]
-    return _join(weight, nibbles).astype(np.uint8, copy=False), _join(weight, scales)  # type: ignore[arg-type]
+# ---- parts --------------------------------------------------------------------------------------------------------------
 
 
-def unpack_nibbles(words: Array) -> NDArray[np.uint8]:
-    """compressed-tensors ``weight_packed`` int32 [N, K / 8], lowest nibble first, to uint8 [N, K] holding q + 8."""
-    pairs = np.ascontiguousarray(words).view(np.uint8)
-    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(words.shape[0], -1)
+def _rows(weight: Weight, stack: _Stack, start: int, stop: int) -> Array:
+    return _whole(weight, stack.rows(start, stop)[None])
+
+
+def _columns(weight: Weight, stack: _Stack, start: int, stop: int) -> Array:
+    """Inputs start … stop of every output, k_major."""
+    narrow = _Stack(tuple(array[:, start:stop] for array in stack.arrays), stack.tile)
+    return _whole(weight, narrow.rows(0, weight.logical[1])[None])
+
+
+def _expert(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
+    stack = _stack(weight, [tensors(source) for source in sources])
+    return _whole(weight, stack.rows(0, weight.logical[1])[None])
+
+
+def _int4_expert(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
+    words, scales = (
+        _stack(weight, [tensors(f"{source}_{part}") for source in sources]).rows(0, weight.logical[1]) for part in ("packed", "scale")
+    )
+    return (pack_int4_mma_a if weight.layout == "int4_mma_a" else pack_int4_k_major)(words, scales, weight.group_size)
+
+
+def _whole(weight: Weight, matrix: Array) -> Array:
+    values = matrix.astype(numpy_dtype(weight.dtype), copy=False)
+    if weight.layout == "mma_a":
+        return pack_mma_a(values)
+    if weight.layout == "k_major":
+        return pack_k_major(values)
+    return np.ascontiguousarray(values).reshape(-1)
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(weight: Weight, matrix: Array) -> Array:
-    values = matrix.astype(numpy_dtype(weight.dtype), copy=False)
-    if weight.layout == "mma_a":
-        return pack_mma_a(values)
-    return np.ascontiguousarray(values.swapaxes(1, 2) if weight.layout == "k_major" else values).reshape(-1)
+def pack_k_major(matrix: Array) -> Array:
+    """[batch, rows, cols] to [batch, cols, rows], flat."""
+    batch, rows, cols = matrix.shape
+    out = np.empty((batch, cols, rows), matrix.dtype)
+    for row in range(0, rows, 16):  # blocks whose lines stay in the first cache while they are filled
+        for col in range(0, cols, 1024):
+            out[:, col : col + 1024, row : row + 16] = matrix[:, row : row + 16, col : col + 1024].swapaxes(1, 2)
+    return out.reshape(-1)
 
 
 def pack_mma_a(matrix: Array) -> Array:
@@ -128,51 +204,86 @@ def pack_mma_a(matrix: Array) -> Array:
     that a lane's B fragment is four consecutive elements of x.
     """
     batch, rows, cols = matrix.shape
-    tiles = -(-rows // 16)
-    bits = matrix.view(np.uint16)
+    per_batch, steps = -(-rows // 16), cols // 16
+    bits = np.ascontiguousarray(matrix).view(np.uint16)
     if rows % 16:
-        bits = np.concatenate([bits, np.zeros((batch, tiles * 16 - rows, cols), np.uint16)], axis=1)
+        bits = np.concatenate([bits, np.zeros((batch, per_batch * 16 - rows, cols), np.uint16)], axis=1)
     # row = 8 * high + g, input = 16 * step + 4 * t + 2 * half + odd; lane = 4 * g + t holds [half][high][odd]
-    split = bits.reshape(batch, tiles, 2, 8, cols // 16, 4, 2, 2)
-    return np.ascontiguousarray(split.transpose(0, 1, 4, 3, 5, 6, 2, 7)).reshape(-1).view(ml_dtypes.bfloat16)
+    tiles = batch * per_batch
+    pairs = bits.view(np.uint32).reshape(tiles, 2, 8, steps, 4, 2)
+    out = np.empty((tiles, steps, 512), np.uint8)
+    groups = out.view("V64")  # what the 4 lanes of a row pair hold: it moves as a whole
+    block = max(1, _CACHE_BYTES // (cols * 32))
+    lanes = np.empty((min(block, tiles), 8, steps, 4, 2, 2), np.uint32)
+    for at in range(0, tiles, block):
+        source = pairs[at : at + block]
+        filled = lanes[: len(source)]
+        for half in range(2):
+            for high in range(2):
+                filled[..., half, high] = source[:, high, ..., half]
+        groups[at : at + block] = filled.reshape(-1, 8, steps, 16).view("V64")[..., 0].swapaxes(1, 2)
+    return out.reshape(-1).view(ml_dtypes.bfloat16)
 
 
-def pack_int4_mma_a(nibbles: NDArray[np.uint8], scales: Array, group_size: int) -> NDArray[np.uint8]:
-    """One expert's nibbles (q + 8) [rows, cols] and bf16 scales [rows, cols / group] to tiles of 16 rows by 64 inputs, 576 bytes each.
+def pack_int4_mma_a(words: Array, scales: Array, group_size: int) -> NDArray[np.uint8]:
+    """One expert, as published, to tiles of 16 rows by 64 inputs, 576 bytes each.
 
-    A tile holds 32 lanes x 4 words (inputs 0-31, then 32-63, two MMA steps each; inside a word register i of the A fragment is at bit
-    4 i, its odd input at 4 i + 16), then 32 scales: for each row g, rows g and g + 8 by the two halves. Rows and inputs are padded
-    with zero scales; groups of 64 and 128 repeat their scale.
+    ``words`` int32 [rows, cols / 8] holds eight q + 8 a word, lowest first; ``scales`` is bf16 [rows, cols / group]. A tile holds 32
+    lanes x 4 words (inputs 0-31, then 32-63, two MMA steps each; inside a word register i of the A fragment is at bit 4 i, its odd
+    input at 4 i + 16), then 32 scales: for each row g, rows g and g + 8 by the two halves. Rows and inputs are padded with zero
+    scales; groups of 64 and 128 repeat their scale.
     """
-    rows, cols = nibbles.shape
-    tiles, steps = -(-rows // 16), -(-cols // 64)
-    q = np.full((tiles * 16, steps * 64), 8, np.uint8)
-    q[:rows, :cols] = nibbles
-    s = np.zeros((tiles * 16, steps * 2), np.uint16)
-    s[:rows, : cols // 32] = np.repeat(scales.view(np.uint16), group_size // 32, axis=1)
-    # row = 8 * high + g, input = 64 * step + 32 * half + 8 * t + 4 * word + 2 * register_pair + odd
-    split = q.reshape(tiles, 2, 8, steps, 2, 4, 2, 2, 2)
-    words = np.zeros((tiles, 8, steps, 2, 4, 2), np.uint32)
-    for high in range(2):
-        for pair in range(2):
-            for odd in range(2):
-                words |= split[:, high, ..., pair, odd].astype(np.uint32) << np.uint32(4 * (2 * pair + high) + 16 * odd)
+    rows, width = words.shape
+    tiles, steps = -(-rows // 16), -(-width // 8)
+    q = _padded(words.view(np.uint32), (tiles * 16, steps * 8), 0x88888888)
+    s = _padded(np.repeat(scales.view(np.uint16), group_size // 32, axis=1), (tiles * 16, steps * 2), 0)
+    # row = 8 * high + g, input = 64 * step + 32 * half + 8 * t + 4 * word + 2 * pair + odd
+    published = q.view(np.uint32).reshape(tiles, 2, 8, steps, 2, 4)
+    by_row = s.view(np.uint32).reshape(tiles, 2, 8, steps)
     packed = np.empty((tiles, steps, 576), np.uint8)
-    lanes = np.ascontiguousarray(words.transpose(0, 2, 1, 4, 3, 5))  # [tile][step][g][t][half][word]
-    packed[..., :512] = lanes.reshape(tiles, steps, 128).view(np.uint8)
-    by_row = np.ascontiguousarray(s.reshape(tiles, 2, 8, steps, 2).transpose(0, 3, 2, 1, 4))  # [tile][step][g][high][half]
-    packed[..., 512:] = by_row.reshape(tiles, steps, 32).view(np.uint8)
+    groups = packed.view("V64")  # what the 4 lanes of a row pair hold, 8 times, then the scales
+    block = max(1, 2 * _CACHE_BYTES // (width * 64))
+    lanes = np.empty((min(block, tiles), 8, steps, 4, 2, 2), np.uint32)  # [tile][g][step][t][half][word]
+    for at in range(0, tiles, block):
+        first, second = _fragment_words(published[at : at + block, 0], published[at : at + block, 1])
+        filled = lanes[: len(first)]
+        for half in range(2):
+            filled[..., half, 0] = first[..., half, :]
+            filled[..., half, 1] = second[..., half, :]
+        groups[at : at + block, :, :8] = filled.reshape(-1, 8, steps, 16).view("V64")[..., 0].swapaxes(1, 2)
+        row_scales = packed[at : at + block, :, 512:].view(np.uint32)
+        row_scales.reshape(len(first), steps, 8, 2)[...] = by_row[at : at + block].transpose(0, 3, 2, 1)
     return packed.reshape(-1)
 
 
-def pack_int4_k_major(nibbles: NDArray[np.uint8], scales: Array, group_size: int) -> NDArray[np.uint8]:
-    """One expert to words [cols / 8][rows] (lowest nibble first along the inputs), then bf16 scales [cols / group][rows]."""
-    rows, cols = nibbles.shape
-    by_word = nibbles.reshape(rows, cols // 8, 8).astype(np.uint32)
-    words = np.zeros((rows, cols // 8), np.uint32)
-    for i in range(8):
-        words |= by_word[..., i] << np.uint32(4 * i)
-    assert scales.shape == (rows, cols // group_size)
-    return np.concatenate(
-        [np.ascontiguousarray(words.T).reshape(-1).view(np.uint8), np.ascontiguousarray(scales.T).reshape(-1).view(np.uint8)]
-    )
+def _fragment_words(low_rows: NDArray[np.uint32], high_rows: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Published words of rows g and g + 8 to the lane's two words for inputs 0-3 and 4-7 of them."""
+    u32 = np.uint32
+    even, scratch = low_rows & u32(0x0F0F0F0F), high_rows & u32(0x0F0F0F0F)
+    scratch <<= u32(4)
+    even |= scratch  # inputs 0, 2, 4, 6, at bits 0, 8, 16, 24, rows g + 8 four bits higher
+    odd = low_rows >> u32(4)
+    odd &= u32(0x0F0F0F0F)
+    np.bitwise_and(high_rows, u32(0xF0F0F0F0), out=scratch)
+    odd |= scratch
+    first = odd << u32(16)
+    np.bitwise_and(even, u32(0xFFFF), out=scratch)
+    first |= scratch
+    odd &= u32(0xFFFF0000)
+    even >>= u32(16)
+    odd |= even
+    return first, odd
+
+
+def _padded(values: Array, shape: tuple[int, int], fill: int) -> Array:
+    if values.shape == shape:
+        return np.ascontiguousarray(values)
+    out = np.full(shape, fill, values.dtype)
+    out[: values.shape[0], : values.shape[1]] = values
+    return out
+
+
+def pack_int4_k_major(words: Array, scales: Array, group_size: int) -> NDArray[np.uint8]:
+    """One expert, as published, to words [cols / 8][rows], then bf16 scales [cols / group][rows]."""
+    assert scales.shape[1] * group_size == words.shape[1] * 8
+    return np.concatenate([pack_k_major(part[None]).view(np.uint8) for part in (words, scales)])
