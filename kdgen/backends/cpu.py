@@ -109,6 +109,8 @@ class _Runtime:
         # Held over every call, and over all the slices of a launch. Reentrant, because the garbage collector may free memory
         # in the middle of a method.
         self.lock = threading.RLock()
+        # A forked child has only the thread that forked: it must not inherit a launch half done by another.
+        os.register_at_fork(before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release)
         library = ctypes.CDLL(str(path))
         self._launch = library.emu_launch
         self._launch.argtypes = (ctypes.c_void_p,)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -421,14 +421,10 @@ def test_portable_fiber_switch() -> None:
     assert (out, process.returncode) == ("ran\n", 0), err
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_children_can_launch() -> None:
-    made = CpuBackend(threads=3)
-    made.load([FILL, source("work", "  for (int i = 0; i < 300; ++i) __syncthreads();\n  out[blockIdx.x * 64 + threadIdx.x] = n;")])
-    assert launch(made, "work", 2, grid=200) == [2] * 12800  # the helper threads exist now, and will not in the child
+def fork_and_wait(child_works: Callable[[], bool]) -> None:
     child = os.fork()
     if child == 0:
-        os._exit(0 if launch(made, "work", 3, grid=200) == [3] * 12800 else 1)
+        os._exit(0 if child_works() else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
@@ -437,6 +433,24 @@ def test_forked_children_can_launch() -> None:
             pytest.fail("the forked child hangs")
         time.sleep(0.01)
     assert ended[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children_can_launch() -> None:
+    made = CpuBackend(threads=3)
+    made.load([source("work", "  for (int i = 0; i < 300; ++i) __syncthreads();\n  out[blockIdx.x * 64 + threadIdx.x] = n;")])
+    assert launch(made, "work", 2, grid=200) == [2] * 12800  # the helper threads exist now, and will not in the child
+    fork_and_wait(lambda: launch(made, "work", 3, grid=200) == [3] * 12800)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_while_another_thread_launches(backend: CpuBackend) -> None:
+    out = backend.to_device(np.zeros(64, np.int32), "i32")
+    busy = threading.Thread(target=lambda: [backend.launch("slow", (20_000, 1, 1), 1, 0, [Pointer(out), 1000]) for _ in range(6)])
+    busy.start()
+    for n in range(3):
+        fork_and_wait(lambda n=n: launch(backend, "fill", n)[0] == n)  # type: ignore[misc]
+    busy.join()
 
 
 def test_backends_in_several_python_threads(backend: CpuBackend) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Argument, Pointer, Source
+from kdgen.backends.base import Argument, DeviceArray, Pointer, Source
 from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError
 
@@ -97,6 +97,24 @@ BUGS = {
 """,
         "race",
         blocks=3,
+    ),
+    "race_with_an_earlier_block_behind_a_barrier": Case(
+        """
+  const int before = out[0];  // BUG
+  __syncthreads();
+  if (blockIdx.x == 1 && t == 0) out[0] = before + 1;  // BUG
+""",
+        "race",
+        blocks=2,
+    ),
+    "race_with_the_last_reader_but_one": Case(
+        """
+  if (t >= 32) return;
+  int before = out[0];  // BUG
+  before = __shfl_sync(0xffffffffu, before, 0);
+  if (t == 5) out[0] = before + out[0];  // BUG
+""",
+        "race: 4-byte write .* after a read",
     ),
     "race_atomic_then_plain_read": Case(
         """
@@ -493,3 +511,32 @@ def test_every_bug_is_caught_by_kernel_and_line(name: str, seed: int, run: Run) 
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_kernels_pass(name: str, seed: int, run: Run) -> None:
     run(name, CLEAN[name], seed)
+
+
+def test_what_the_host_or_a_kernel_has_written_may_be_read() -> None:
+    backend = CpuBackend("checker")
+    copy = source("copy", Case("\n  if (t < n) out[t] = in[t];\n"))
+    backend.load([copy])
+    first, second, third = (backend.empty((THREADS,), "i32") for _ in range(3))
+
+    def launch(to: DeviceArray, from_: DeviceArray, n: int) -> None:
+        backend.launch("copy", (1, 1, 1), THREADS, 0, [Pointer(to), Pointer(from_), n])
+
+    backend.write(first, np.arange(40, dtype=np.int32), offset=0)
+    launch(second, first, 40)
+    launch(third, second, 40)
+    assert backend.to_host(third)[:40].tolist() == list(range(40))
+    for unfinished in (first, second):
+        with pytest.raises(BackendError, match=r"copy\.cu:7: uninitialised: 4-byte read of byte (16[0-9]|1[789]\d|2\d\d) of"):
+            launch(third, unfinished, 64)
+    backend.write(first, np.arange(24, dtype=np.int32), offset=40)
+    launch(third, first, 64)
+
+
+def test_buffers_are_told_apart_by_label() -> None:
+    backend = CpuBackend("checker")
+    backend.load([source("bounds_global_write", BUGS["bounds_global_write"])])
+    out = backend.empty((THREADS,), "i32")
+    backend.label(out, "kv_cache")
+    with pytest.raises(BackendError, match=r"byte 284 of kv_cache \(i32\[64\]\), argument 0"):
+        backend.launch("bounds_global_write", (1, 1, 1), THREADS, 0, [Pointer(out), Pointer(out), 7])

@@ -76,7 +76,7 @@ KERNELS = {
         "int* out, int width",
         """
   out[lane] = __shfl_sync(0xffffffffu, lane, 5 + lane, width);
-  out[32 + lane] = __shfl_xor_sync(0xffffffffu, lane, 6, width);
+  out[32 + lane] = __shfl_xor_sync(0xffffffffu, lane, 12, width);
   out[64 + lane] = __shfl_up_sync(0xffffffffu, lane, 3, width);
   out[96 + lane] = __shfl_down_sync(0xffffffffu, lane, 3, width);
 """,
@@ -341,7 +341,7 @@ def test_shuffles(run: Run, width: int) -> None:
     first = lane // width * width
     result = run("shuffles", np.zeros((4, 32), np.int32), width)[0]
     np.testing.assert_array_equal(result[0], first + (5 + lane) % width)
-    np.testing.assert_array_equal(result[1], np.where((lane ^ 6) < first + width, lane ^ 6, lane))
+    np.testing.assert_array_equal(result[1], np.where((lane ^ 12) < first + width, lane ^ 12, lane))
     np.testing.assert_array_equal(result[2], np.where(lane - 3 >= first, lane - 3, lane))
     np.testing.assert_array_equal(result[3], np.where(lane + 3 < first + width, lane + 3, lane))
 

@@ -280,13 +280,6 @@ static Pool* the_pool() {  // a forked child has none of its parent's threads
   return pool;
 }
 
-static pthread_mutex_t launch_mutex = PTHREAD_MUTEX_INITIALIZER;
-static void hold_launches() { pthread_mutex_lock(&launch_mutex); }
-static void allow_launches() { pthread_mutex_unlock(&launch_mutex); }
-__attribute__((constructor)) static void survive_forks() {  // a child must not inherit a launch half done
-  pthread_atfork(hold_launches, allow_launches, allow_launches);
-}
-
 // The address range of the library that a kernel lives in.
 static int find_module(dl_phdr_info* info, size_t, void* data) {
   auto& c = checker;
@@ -307,10 +300,9 @@ static int find_module(dl_phdr_info* info, size_t, void* data) {
 }
 
 enum LaunchResult { FINISHED = 0, FAILED = 1, UNFINISHED = 2 };
-// Runs the launch from launch->next_block on. UNFINISHED: the time slice is over; call again to go on.
+// Runs the launch from launch->next_block on. UNFINISHED: the time slice is over; call again to go on, with no other call between.
 EMU_API int emu_launch(EmuLaunch* launch) {
   const uint64_t WORTH_HELPERS = 50000;  // ns: about what waking a thread costs
-  hold_launches();
   uintptr_t kernel = reinterpret_cast<uintptr_t>(launch->kernel);
   const Checker& c = checker;
   if (kernel < c.module_start || kernel >= c.module_end) dl_iterate_phdr(find_module, &kernel);
@@ -323,8 +315,7 @@ EMU_API int emu_launch(EmuLaunch* launch) {
   if (launch->flags & CHECK && !checker_begin_launch(launch->kernel, launch->next_block == 0)) {
     launch->error = EmuError{};
     snprintf(launch->error.text, sizeof launch->error.text, "out of memory for the checker");
-    allow_launches();
-    return FAILED;
+      return FAILED;
   }
   {
     CrashHandlers handlers;
@@ -349,6 +340,5 @@ EMU_API int emu_launch(EmuLaunch* launch) {
       result = FAILED;
     }
   }
-  allow_launches();
   return result;
 }
