@@ -1,4 +1,4 @@
-"""The two decoding loops over an engine: plain (AR) and with a draft tree (DDTree). Both are greedy and give the same tokens."""
+"""The two decoding loops over an engine: plain (AR) and with a draft tree (DDTree). They give the same tokens, greedy or sampled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kdgen.drafters.base import Drafter, Proposal
 from kdgen.engine import Verified
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
+from kdgen.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Target(Protocol):
     @property
     def plan(self) -> Plan: ...
 
-    def reset(self) -> None: ...
+    def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None: ...
 
     def prefill(self, tokens: Sequence[int]) -> int: ...
 
@@ -43,7 +44,7 @@ class Target(Protocol):
     def verify(self, proposal: Proposal, budget: int) -> Verified: ...
 
 
-def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None) -> int:
+def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None, sampling: Sampling = GREEDY) -> int:
     """Reset, commit ``prompt`` in chunks and return the first new token.
 
     Raises KdgenError for an empty prompt or one that fills the context.
@@ -54,7 +55,7 @@ def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None) -> 
     if len(prompt) >= limits.max_context:
         raise KdgenError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {limits.max_context}: raise --context")
     chunk = min(chunk or limits.max_tokens, limits.max_tokens)
-    engine.reset()
+    engine.reset(sampling=sampling)
     token = -1
     for start in range(0, len(prompt), chunk):
         token = engine.prefill(prompt[start : start + chunk])
@@ -62,12 +63,17 @@ def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None) -> 
 
 
 def decode_plain(
-    engine: Target, prompt: Sequence[int], max_new_tokens: int, stop: Iterable[int] = (), chunk: int | None = None
+    engine: Target,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop: Iterable[int] = (),
+    chunk: int | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Decoded:
     """One token a forward."""
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
     began = time.perf_counter()
-    tokens = [prefill(engine, prompt, chunk)]
+    tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
     forwards = 0
     while len(tokens) < limit and tokens[-1] not in stops:
@@ -85,6 +91,7 @@ def decode_tree(
     block_size: int = 8,
     stop: Iterable[int] = (),
     chunk: int | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Decoded:
     """A draft tree of at most ``budget`` nodes a forward, at most ``block_size`` - 1 deep (DDTree, arXiv 2604.12989).
 
@@ -96,7 +103,7 @@ def decode_tree(
         raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {budget}")
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
     began = time.perf_counter()
-    tokens = [prefill(engine, prompt, chunk)]
+    tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
     lengths: list[int] = []
     while len(tokens) < limit and not stops.intersection(tokens):

@@ -1,7 +1,7 @@
-"""Engine: a plan, its weights and a backend, as one sequence that is prefilled, decoded and verified.
+"""Engine: a plan, its weights and a backend, holding sequences that are prefilled, decoded and verified.
 
-Lengths, the root token, the draft tree and what was accepted live in device memory; the host keeps a mirror of the length
-only to size grids, and reads results after a step.
+Lengths, root tokens, draft trees and what was accepted live in device memory; the host keeps a mirror of the lengths only to
+size grids, and reads results after a step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kdgen.errors import KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
 from kdgen.render import render
 from kdgen.rope import rope_tables
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec
 from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors
 
@@ -35,19 +36,32 @@ class _Step:
 
 @dataclass(frozen=True)
 class Verified:
-    """What one verify step committed: the accepted path's tokens (the old root first) and the target's next token, the new root."""
+    """What one verify step committed: the accepted path's tokens (the old root first) and the target's next token, the new root.
+
+    ``rows`` are the accepted nodes' rows among the step's token rows.
+    """
 
     accepted: tuple[int, ...]
     next_token: int
-    nodes: int  #: rows of the verify step, root included
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One sequence's part of a verify step."""
+
+    sequence: int
+    proposal: Proposal
+    budget: int
 
 
 class Engine:
-    """One model on one backend.
+    """One model on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
 
-    ``weights`` are in the plan's layouts already, or give checkpoint tensors by key. ``progress`` is called with (bytes done,
-    bytes in all) before the first weight and while they load. Raises BackendError when kernels do not load or memory is short,
-    and WeightError when the weights do not fit the plan or are damaged.
+    A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
+    layouts already, or give checkpoint tensors by key. ``progress`` is called with (bytes done, bytes in all) before the first
+    weight and while they load. Raises BackendError when kernels do not load or memory is short, and WeightError when the weights
+    do not fit the plan or are damaged.
     """
 
     def __init__(
@@ -61,8 +75,12 @@ class Engine:
         for name, table in zip(("cos_table", "sin_table"), rope_tables(spec, plan.limits.capacity), strict=True):
             self._write(name, table)
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
-        self._length = 0
-        self.reset()
+        self._lengths = [0] * plan.limits.max_sequences
+        zeros = np.zeros(plan.limits.max_sequences, np.int32)
+        self._write("root_token", zeros)
+        self._write("sequence_length", zeros)
+        self._sampling = [GREEDY] * plan.limits.max_sequences
+        self._write_sampling()
 
     @property
     def plan(self) -> Plan:
@@ -70,56 +88,80 @@ class Engine:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    @property
-    def length(self) -> int:
+    def length(self, sequence: int = 0) -> int:
         """Committed tokens, whose cache rows are final. The root token is not among them."""
-        return self._length
+        return self._lengths[sequence]
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._length = 0
-        self._write("sequence_length", np.zeros(self.plan.limits.max_sequences, np.int32))
-        self._write("root_token", np.zeros(self.plan.limits.max_sequences, np.int32))
+    def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None:
+        """Forget a sequence; its next tokens are chosen as ``sampling`` says."""
+        self._lengths[sequence] = 0
+        self.backend.write(self._buffers["sequence_length"], np.zeros(1, np.int32), sequence)
+        if self._sampling[sequence] != sampling:
+            self._sampling[sequence] = sampling
+            self._write_sampling()
 
-    def prefill(self, tokens: Sequence[int]) -> int:
+    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> int:
         """Commit one chunk of at most ``limits.max_tokens`` tokens; returns the token after it, which becomes the root.
 
         Raises KdgenError for an empty or too long chunk, ids out of range, or a full context.
         """
-        if not 0 < len(tokens) <= self.plan.limits.max_tokens:
-            raise KdgenError(f"a prefill chunk holds 1 to {self.plan.limits.max_tokens} tokens, not {len(tokens)}")
-        bad = next((t for t in tokens if not 0 <= t < self.spec.vocab_size), None)
+        return self.prefill_many([(sequence, tokens)])[0]
+
+    def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+        """``prefill`` of a chunk for each of several (sequence, tokens), in one step; together at most ``limits.max_tokens`` tokens."""
+        flat = [token for _, tokens in chunks for token in tokens]
+        if not all(tokens for _, tokens in chunks) or len(flat) > self._plan.limits.max_tokens or not flat:
+            raise KdgenError(f"a prefill step holds 1 to {self._plan.limits.max_tokens} tokens, not {len(flat)}")
+        bad = next((t for t in flat if not 0 <= t < self.spec.vocab_size), None)
         if bad is not None:
             raise KdgenError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
-        self._need_room(len(tokens))
-        self._write("num_tokens", np.array([len(tokens)], np.int32))
-        self._write("tokens", np.asarray(tokens, np.int32))
-        self._run("prefill", len(tokens))
-        self._length += len(tokens)
-        return self._root()
+        sequences = [sequence for sequence, _ in chunks]
+        for sequence, tokens in chunks:
+            self._need_room(sequence, len(tokens))
+        self._write_step(sequences)
+        self._write("step_begin", np.cumsum([0, *(len(tokens) for _, tokens in chunks)], dtype=np.int32))
+        self._write("tokens", np.asarray(flat, np.int32))
+        self._run("prefill", len(flat), sequences)
+        for sequence, tokens in chunks:
+            self._lengths[sequence] += len(tokens)
+        return self._roots(sequences)
 
-    def decode(self) -> int:
+    def decode(self, sequence: int = 0) -> int:
         """Commit the root token; returns the token after it, the new root."""
-        self._need_room(1)
-        self._run("decode", 1)
-        self._length += 1
-        return self._root()
+        return self.decode_many([sequence])[0]
 
-    def verify(self, proposal: Proposal, budget: int) -> Verified:
+    def decode_many(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        """``decode`` of several sequences in one step."""
+        for sequence in sequences:
+            self._need_room(sequence, 1)
+        self._write_step(sequences)
+        self._run("decode", len(sequences), sequences)
+        for sequence in sequences:
+            self._lengths[sequence] += 1
+        return self._roots(sequences)
+
+    def verify(self, proposal: Proposal, budget: int, sequence: int = 0) -> Verified:
         """Build the draft tree of at most ``budget`` nodes, verify it in one forward and commit the accepted path.
 
         The deepest node must lie within the context. Raises KdgenError when it does not or ``budget`` is outside 0 … 63.
         """
-        if not 0 <= budget < MAX_NODES:
-            raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {budget}")
-        depths = self._write_proposal(proposal, budget)
-        self._need_room(depths + 1)
-        nodes = budget + 1 if depths else 1
-        self._run("verify", nodes)
-        count = int(self.read("accepted_count")[0])
-        accepted = tuple(int(t) for t in self.read("accepted_tokens")[:count])
-        self._length += count
-        return Verified(accepted, self._root(), int(self.read("tree_size")[0]))
+        return self.verify_many([Draft(sequence, proposal, budget)])[0]
+
+    def verify_many(self, drafts: Sequence[Draft]) -> tuple[Verified, ...]:
+        """``verify`` of several sequences' trees in one forward."""
+        sequences = [draft.sequence for draft in drafts]
+        self._write_step(sequences)
+        self._write_proposals(drafts)
+        self._run("verify", sum(draft.budget + 1 if draft.proposal.depths else 1 for draft in drafts), sequences)
+        counts, begins = self.read("accepted_count"), self.read("step_begin")
+        nodes, tokens = self.read("accepted_nodes"), self.read("accepted_tokens")
+        done = []
+        for place, root in enumerate(self._roots(sequences)):
+            count = int(counts[place])
+            self._lengths[sequences[place]] += count
+            rows = tuple(int(begins[place]) + int(node) for node in nodes[place, :count])
+            done.append(Verified(tuple(int(t) for t in tokens[place, :count]), root, rows))
+        return tuple(done)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -131,48 +173,79 @@ class Engine:
         """The last step's logits, float32 [rows, vocab_size]."""
         return self.read("logits")[:rows].astype(np.float32, copy=False)
 
-    def cache_rows(self) -> NDArray[np.generic]:
+    def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
-        return self.read("kv_cache")[:, 0, : self._length]
+        return self.read("kv_cache")[:, sequence, : self._lengths[sequence]]
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
-    def _root(self) -> int:
-        return int(self.read("root_token")[0])
+    def _roots(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        roots = self.read("root_token")
+        return tuple(int(roots[sequence]) for sequence in sequences)
 
-    def _need_room(self, rows: int) -> None:
-        if self._length + rows > self.plan.limits.max_context:
-            raise KdgenError(f"{self._length} + {rows} tokens exceed the context of {self.plan.limits.max_context}: raise --context")
+    def _need_room(self, sequence: int, rows: int) -> None:
+        if self._lengths[sequence] + rows > self._plan.limits.max_context:
+            raise KdgenError(
+                f"{self._lengths[sequence]} + {rows} tokens exceed the context of {self._plan.limits.max_context}: raise --context"
+            )
 
     def _write(self, buffer: str, values: NDArray[np.generic]) -> None:
         self.backend.write(self._buffers[buffer], np.ascontiguousarray(values))
 
-    def _write_proposal(self, proposal: Proposal, budget: int) -> int:
-        """Bring a proposal to the candidate buffers (device top-k for logits); returns its number of depths."""
-        depths = proposal.depths if budget else 0
-        if depths >= MAX_PATH:
-            raise KdgenError(f"a draft has at most {MAX_PATH - 1} depths, not {depths}")
-        if isinstance(proposal, DraftLogits):
-            width = min(max(budget, 1), self.spec.vocab_size, MAX_CANDIDATES)
-            self._write("draft_shape", np.array([depths, width, budget], np.int32))
-            if depths:
-                self._write("draft_logits", proposal.logits.astype(np.float32, copy=False))
-                self._run("draft_top_k", depths)
-            return depths
-        width = min(proposal.tokens.shape[1], MAX_CANDIDATES) if depths else 0
-        self._write("draft_shape", np.array([depths, width, budget], np.int32))
-        tokens = np.zeros((MAX_PATH, MAX_CANDIDATES), np.int32)
-        log_probs = np.full((MAX_PATH, MAX_CANDIDATES), -np.inf, np.float32)
-        tokens[:depths, :width] = proposal.tokens[:depths, :width]
-        log_probs[:depths, :width] = proposal.log_probs[:depths, :width]
+    def _write_step(self, sequences: Sequence[int]) -> None:
+        most = self._plan.limits.max_sequences
+        if not sequences or len(set(sequences)) != len(sequences) or not all(0 <= s < most for s in sequences):
+            raise KdgenError(f"a step takes different sequences of 0 … {most - 1}, not {list(sequences)}")
+        self._write("step_count", np.array([len(sequences)], np.int32))
+        self._write("step_sequence", np.asarray(sequences, np.int32))
+
+    def _write_sampling(self) -> None:
+        chosen = self._sampling
+        self._write("temperature", np.array([s.temperature for s in chosen], np.float32))
+        self._write("top_k", np.array([s.top_k for s in chosen], np.int32))
+        self._write("top_p", np.array([s.top_p for s in chosen], np.float32))
+        self._write("min_p", np.array([s.min_p for s in chosen], np.float32))
+        self._write("seed", np.array([s.seed for s in chosen], np.uint64).view(np.int32))
+
+    def _write_proposals(self, drafts: Sequence[Draft]) -> None:
+        """Bring proposals to the candidate buffers; those that are logits go through the device's top-k."""
+        count = len(drafts)
+        shape = np.zeros((count, 3), np.int32)
+        tokens = np.zeros((count, MAX_PATH, MAX_CANDIDATES), np.int32)
+        log_probs = np.full((count, MAX_PATH, MAX_CANDIDATES), -np.inf, np.float32)
+        logit_rows = 0
+        for place, draft in enumerate(drafts):
+            if not 0 <= draft.budget < MAX_NODES:
+                raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {draft.budget}")
+            depths = draft.proposal.depths if draft.budget else 0
+            if depths >= MAX_PATH:
+                raise KdgenError(f"a draft has at most {MAX_PATH - 1} depths, not {depths}")
+            self._need_room(draft.sequence, depths + 1)
+            if isinstance(draft.proposal, DraftLogits):
+                width, logit_rows = min(draft.budget, self.spec.vocab_size, MAX_CANDIDATES), max(logit_rows, depths)
+                if depths:
+                    logits = np.ascontiguousarray(draft.proposal.logits[:depths], np.float32)
+                    self.backend.write(self._buffers["draft_logits"], logits, place * MAX_PATH * self.spec.vocab_size)
+            else:
+                width = min(draft.proposal.tokens.shape[1], MAX_CANDIDATES) if depths else 0
+                tokens[place, :depths, :width] = draft.proposal.tokens[:depths, :width]
+                log_probs[place, :depths, :width] = draft.proposal.log_probs[:depths, :width]
+            shape[place] = depths, width, draft.budget
         self._write("candidate_tokens", tokens)
         self._write("candidate_log_probs", log_probs)
-        return depths
+        if logit_rows:
+            top_k_shape = shape.copy()
+            for place, draft in enumerate(drafts):
+                if not isinstance(draft.proposal, DraftLogits):
+                    top_k_shape[place] = 0  # this place's candidates are written already
+            self._write("draft_shape", top_k_shape)
+            self._run("draft_top_k", logit_rows, [draft.sequence for draft in drafts])
+        self._write("draft_shape", shape)
 
-    def _run(self, program: str, tokens: int) -> None:
-        context = self._length + tokens
+    def _run(self, program: str, tokens: int, sequences: Sequence[int]) -> None:
+        context = max(self._lengths[sequence] for sequence in sequences) + tokens
         for step in self._programs[program]:
-            x, y, z = (extent.value(tokens, context) for extent in step.grid)
+            x, y, z = (extent.value(tokens, context, len(sequences)) for extent in step.grid)
             self.backend.launch(step.kernel, (x, y, z), step.block, step.smem, step.args)
 
     def _resolve(self, program: Program) -> tuple[_Step, ...]:

@@ -8,6 +8,7 @@
 
 namespace top_k {
 constexpr int VOCAB = 154880;
+constexpr int MAX_PATH = 16;        // draft rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of the outputs
 constexpr int BLOCK = 1024;
 constexpr int BLOCKS_PER_SM = 1;  // the registers that this leaves are enough not to spill
@@ -31,16 +32,18 @@ __device__ __forceinline__ Best best_after(const float* row, Best taken, bool an
   return best;
 }
 
-// draft_shape: {rows, candidates a row, budget}
+// draft_shape: {depths, candidates a row, budget} of each place of the step
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    top_k(const int* __restrict__ draft_shape, const float* __restrict__ logits,
-          int* __restrict__ candidate_tokens, float* __restrict__ candidate_log_probs) {
+    top_k(const int* __restrict__ step_count, const int* __restrict__ draft_shape,
+          const float* __restrict__ logits, int* __restrict__ candidate_tokens,
+          float* __restrict__ candidate_log_probs) {
   SHARED_ARRAY(float, warp_value, [WARPS]);
   SHARED_ARRAY(int, warp_index, [WARPS]);
   SHARED_ARRAY(float, warp_exp_sum, [WARPS]);
-  const int draft_row = blockIdx.x;
-  if (draft_row >= draft_shape[0]) return;
-  const int candidates = min(draft_shape[1], min(VOCAB, MAX_CANDIDATES));
+  const int place = blockIdx.y;
+  if (place >= *step_count || blockIdx.x >= draft_shape[place * 3]) return;
+  const int draft_row = place * MAX_PATH + blockIdx.x;
+  const int candidates = min(draft_shape[place * 3 + 1], min(VOCAB, MAX_CANDIDATES));
   const float* row = logits + (size_t)draft_row * VOCAB;
 
   Best mine = best_after(row, nothing(), false);

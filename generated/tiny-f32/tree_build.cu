@@ -4,11 +4,12 @@
 // Best-first draft tree (DDTree, arXiv 2604.12989): the `budget` most probable prefixes under independent
 // per-depth distributions. Take the best open candidate; open its next sibling (next rank in its row) and its
 // first child (rank 0 of the next row). Equal scores: the lexicographically smaller tuple of ranks.
-// One warp: its lanes look for the best together, lane 0 writes.
+// One warp a place of the step: its lanes look for the best together, lane 0 writes.
 #include "primitives.cuh"
 
 namespace tree_build {
 constexpr int MAX_NODES = 64;       // root included
+constexpr int MAX_PATH = 16;        // candidate rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of the candidates
 // One depth's part of a key is rank + 1; 0 ends a tuple, so that a prefix sorts before its extensions.
 constexpr int RANK_BITS = 7;
@@ -35,19 +36,27 @@ __device__ __forceinline__ void set_rank(Candidate& c, int depth, int rank) {
     c.key_low = (c.key_low & clear) | set;
 }
 
-// draft_shape: {depths, candidates a row, budget}
+// draft_shape: {depths, candidates a row, budget} of each place
 extern "C" __global__ void __launch_bounds__(32)
-    tree_build(const int* __restrict__ draft_shape, const int* __restrict__ candidate_tokens,
+    tree_build(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
+               const int* __restrict__ draft_shape, const int* __restrict__ candidate_tokens,
                const float* __restrict__ candidate_log_probs, const int* __restrict__ root_token,
                int* __restrict__ tree_size, int* __restrict__ tree_token, int* __restrict__ tree_parent,
-               int* __restrict__ tree_depth, int sequence) {
+               int* __restrict__ tree_depth) {
   SHARED_ARRAY(Candidate, open, [MAX_OPEN]);
-  const int lane = threadIdx.x;
-  const int depths = draft_shape[0], ranks = min(draft_shape[1], MAX_CANDIDATES);
+  const int lane = threadIdx.x, step_place = blockIdx.x;
+  if (step_place >= *step_count) return;
+  draft_shape += step_place * 3;
+  candidate_tokens += step_place * MAX_PATH * MAX_CANDIDATES;
+  candidate_log_probs += step_place * MAX_PATH * MAX_CANDIDATES;
+  tree_token += step_place * MAX_NODES;
+  tree_parent += step_place * MAX_NODES;
+  tree_depth += step_place * MAX_NODES;
+  const int depths = min(draft_shape[0], MAX_PATH - 1), ranks = min(draft_shape[1], MAX_CANDIDATES);
   const int budget = min(draft_shape[2], MAX_NODES - 1);
   int size = 1, opened = 0;
   if (lane == 0) {
-    tree_token[0] = root_token[sequence];
+    tree_token[0] = root_token[step_sequence[step_place]];
     tree_parent[0] = -1;
     tree_depth[0] = 0;
   }
@@ -121,6 +130,6 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     ++size;
   }
-  if (lane == 0) *tree_size = size;
+  if (lane == 0) tree_size[step_place] = size;
 }
 }  // namespace tree_build

@@ -91,12 +91,12 @@ def _demo(
     say("decoding plainly")
     plain = decode_plain(engine, prompt, max_new_tokens)
     cache = engine.cache_rows().tobytes()
-    committed = engine.length
+    committed = engine.length()
     rows, trees = [_row("plain", plain, True)], []
     for label, drafter in _drafters(spec, (*prompt, *plain.tokens), draft, error_rate, seed):
         say(f"decoding with draft trees: {label}")
         tree = decode_tree(engine, prompt, max_new_tokens, drafter, budget, block_size)
-        same_cache = engine.length == committed and engine.cache_rows().tobytes() == cache
+        same_cache = engine.length() == committed and engine.cache_rows().tobytes() == cache
         trees.append(tree)
         rows.append(_row(f"tree, {label}", tree, tree.tokens == plain.tokens and same_cache))
     exact = all(row.exact for row in rows)

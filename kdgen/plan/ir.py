@@ -17,7 +17,8 @@ ITEM_BYTES: dict[DType, int] = {"f32": 4, "bf16": 2, "i32": 4, "f64": 8, "u8": 1
 
 @dataclass(frozen=True)
 class Extent:
-    """A grid dimension: ``times * ceil(tokens / per_tokens) * ceil(context / per_context)``; a zero divisor leaves its factor out.
+    """A grid dimension: ``times * ceil(tokens / per_tokens) * ceil(context / per_context)``, times the sequences of the step if
+    ``per_sequence``; a zero divisor leaves its factor out.
 
     ``tokens`` and ``context`` (keys any row may see) are upper bounds that the host knows; blocks beyond the true sizes exit.
     ``cap`` bounds the result where it is set.
@@ -26,10 +27,11 @@ class Extent:
     times: int = 1
     per_tokens: int = 0
     per_context: int = 0
+    per_sequence: bool = False
     cap: int = 0
 
-    def value(self, tokens: int, context: int) -> int:
-        n = self.times
+    def value(self, tokens: int, context: int, sequences: int = 1) -> int:
+        n = self.times * sequences if self.per_sequence else self.times
         if self.per_tokens:
             n *= -(-tokens // self.per_tokens)
         if self.per_context:
@@ -184,6 +186,11 @@ class Limits:
     max_tokens: int = 64
     max_context: int = 4096
     max_sequences: int = 1
+
+    @property
+    def max_rows(self) -> int:
+        """Token rows of a step: a prefill's tokens, or a full tree of every sequence."""
+        return max(self.max_tokens, self.max_sequences * MAX_NODES)
 
     @property
     def capacity(self) -> int:

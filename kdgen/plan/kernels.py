@@ -17,6 +17,7 @@ SMEM_LIMIT = 99 * 1024
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 GENERIC_TOKENS = 8
 ROW_EXTENT = Extent(per_tokens=1)
+SEQUENCE_EXTENT = Extent(per_sequence=True)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ class Catalogue:
             if spec.shared_intermediate_size:
                 found += [self._linear(layer) for layer in self.swiglu("shared_", spec.shared_intermediate_size)]
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
-        found += [self._linear(head), self._argmax(), self._advance(), self._tree_accept(), self._kv_compact(), self._top_k()]
+        found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
+        found += [self._tree_accept(), self._kv_compact(), self._top_k()]
         return tuple(found)
 
     # ---- shapes that programs and buffers need too ------------------------------------------------------------------
@@ -361,35 +363,43 @@ class Catalogue:
         p = params.Argmax("argmax", vocab, block)
         return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
 
+    def _sample(self) -> Kernel:
+        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        p = params.Sample("sample", vocab, block)
+        cost = Cost(0, 40, 0)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
+        return Kernel("sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature")
+
     def _top_k(self) -> Kernel:
         vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
-        p = params.TopK("top_k", vocab, MAX_CANDIDATES, block, blocks_per_sm=1)
+        p = params.TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, block, blocks_per_sm=1)
         cost = Cost(0, 2 * vocab * 4, 4 * vocab)
-        return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "candidates of each draft row")
+        return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, SEQUENCE_EXTENT, ONE), 0, cost, "candidates of each draft row")
 
     def _chain_rows(self) -> Kernel:
         p = params.ChainRows("chain_rows", 64)
-        return Kernel("chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 16, 0), "row metadata of a run of tokens")
+        return Kernel("chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 16, 0), "row metadata of runs of tokens")
 
     def _advance(self) -> Kernel:
-        return Kernel("advance", "advance.cu.j2", params.Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits a run of tokens")
+        return Kernel("advance", "advance.cu.j2", params.Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits runs of tokens")
 
     def _tree_build(self) -> Kernel:
-        p = params.TreeBuild("tree_build", MAX_NODES, MAX_CANDIDATES)
-        return Kernel("tree_build", "tree_build.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(0, 20, 0), "best-first draft tree")
+        p = params.TreeBuild("tree_build", MAX_NODES, MAX_PATH, MAX_CANDIDATES)
+        return Kernel("tree_build", "tree_build.cu.j2", p, 32, (SEQUENCE_EXTENT, ONE, ONE), 0, Cost(0, 20, 0), "best-first draft tree")
 
     def _tree_rows(self) -> Kernel:
-        p = params.TreeRows("tree_rows", MAX_PATH, 64)
-        return Kernel("tree_rows", "tree_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 20 + MAX_PATH * 4, 0), "row metadata of a tree")
+        p = params.TreeRows("tree_rows", MAX_NODES, MAX_PATH, 64)
+        cost = Cost(0, 20 + MAX_PATH * 4, 0)
+        return Kernel("tree_rows", "tree_rows.cu.j2", p, 64, (SEQUENCE_EXTENT, ONE, ONE), 0, cost, "row metadata of trees")
 
     def _tree_accept(self) -> Kernel:
-        p = params.TreeAccept("tree_accept", MAX_NODES)
-        return Kernel("tree_accept", "tree_accept.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(0, 12, 0), "greedy walk through the tree")
+        p = params.TreeAccept("tree_accept", MAX_NODES, MAX_PATH)
+        grid = (SEQUENCE_EXTENT, ONE, ONE)
+        return Kernel("tree_accept", "tree_accept.cu.j2", p, 32, grid, 0, Cost(0, 12, 0), "greedy walk through each tree")
 
     def _kv_compact(self) -> Kernel:
         s = self.spec
         block = _block_for(s.cache_row_dim, 128)
-        p = params.KvCompact("kv_compact", s.cache_row_dim, self.mode.act, block)
-        grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), ONE)
+        p = params.KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, self.mode.act, block)
+        grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
         cost = Cost(0, 2 * s.num_hidden_layers * s.cache_row_dim * self.mode.act_bytes, 0)
         return Kernel("kv_compact", "kv_compact.cu.j2", p, block, grid, 0, cost, "accepted cache rows to their positions")

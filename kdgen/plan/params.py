@@ -203,9 +203,17 @@ class Argmax:
 
 
 @dataclass(frozen=True)
+class Sample:
+    name: str
+    vocab: int
+    block: int
+
+
+@dataclass(frozen=True)
 class TopK:
     name: str
     vocab: int
+    max_path: int
     max_candidates: int
     block: int
     blocks_per_sm: int
@@ -226,12 +234,14 @@ class Advance:
 class TreeBuild:
     name: str
     max_nodes: int
+    max_path: int
     max_candidates: int
 
 
 @dataclass(frozen=True)
 class TreeRows:
     name: str
+    max_nodes: int
     max_path: int
     block: int
 
@@ -240,11 +250,13 @@ class TreeRows:
 class TreeAccept:
     name: str
     max_nodes: int
+    max_path: int
 
 
 @dataclass(frozen=True)
 class KvCompact:
     name: str
     row: int
+    max_path: int
     act: CType
     block: int

@@ -9,7 +9,7 @@ from kdgen.spec import Spec
 
 def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
     """Device memory other than weights, sized for ``limits``."""
-    rows, heads = max(limits.max_tokens, MAX_NODES), spec.num_attention_heads
+    rows, heads, sequences = limits.max_rows, spec.num_attention_heads, limits.max_sequences
     act: DType = "bf16" if mode.compute == "bf16" else "f32"
     splits = max_splits(spec, mode, limits)
     half = spec.qk_rope_head_dim // 2
@@ -24,19 +24,27 @@ def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
         state("cos_table", "f32", limits.capacity, half),
         state("sin_table", "f32", limits.capacity, half),
         state("kv_cache", act, spec.num_hidden_layers, limits.max_sequences, limits.capacity, spec.cache_row_dim),
-        state("sequence_length", "i32", limits.max_sequences),
-        state("root_token", "i32", limits.max_sequences),
-        state("draft_shape", "i32", 3),
-        state("draft_logits", "f32", MAX_PATH - 1, spec.vocab_size),
-        state("candidate_tokens", "i32", MAX_PATH, MAX_CANDIDATES),
-        state("candidate_log_probs", "f32", MAX_PATH, MAX_CANDIDATES),
-        state("tree_size", "i32", 1),
-        state("tree_token", "i32", MAX_NODES),
-        state("tree_parent", "i32", MAX_NODES),
-        state("tree_depth", "i32", MAX_NODES),
-        state("accepted_count", "i32", 1),
-        state("accepted_nodes", "i32", MAX_PATH),
-        state("accepted_tokens", "i32", MAX_PATH),
+        state("sequence_length", "i32", sequences),
+        state("root_token", "i32", sequences),
+        state("temperature", "f32", sequences),
+        state("top_k", "i32", sequences),
+        state("top_p", "f32", sequences),
+        state("min_p", "f32", sequences),
+        state("seed", "i32", sequences, 2),
+        state("step_count", "i32", 1),
+        state("step_sequence", "i32", sequences),
+        state("step_begin", "i32", sequences + 1),
+        state("draft_shape", "i32", sequences, 3),
+        state("draft_logits", "f32", sequences, MAX_PATH, spec.vocab_size),
+        state("candidate_tokens", "i32", sequences, MAX_PATH, MAX_CANDIDATES),
+        state("candidate_log_probs", "f32", sequences, MAX_PATH, MAX_CANDIDATES),
+        state("tree_size", "i32", sequences),
+        state("tree_token", "i32", sequences, MAX_NODES),
+        state("tree_parent", "i32", sequences, MAX_NODES),
+        state("tree_depth", "i32", sequences, MAX_NODES),
+        state("accepted_count", "i32", sequences),
+        state("accepted_nodes", "i32", sequences, MAX_PATH),
+        state("accepted_tokens", "i32", sequences, MAX_PATH),
         state("num_tokens", "i32", 1),
         state("tokens", "i32", rows),
         state("row_sequence", "i32", rows),
@@ -85,15 +93,19 @@ def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
 
 
 def programs(spec: Spec, mode: Mode, limits: Limits) -> tuple[Program, ...]:
-    """Every program. ``prefill`` takes the tokens that the host wrote, ``decode`` the sequence's root token, ``verify`` a drafted tree."""
-    argmax = launch("argmax", buffer("num_tokens"), buffer("logits"), buffer("next_token"))
-    advance = launch("advance", buffer("num_tokens"), buffer("next_token"), buffer("sequence_length"), buffer("root_token"), integer(0))
+    """Every program. ``prefill`` takes tokens that the host wrote, ``decode`` the sequences' root tokens, ``verify`` drafted trees."""
+    choose = (
+        launch("argmax", *_buffers("num_tokens logits next_token")),
+        launch("sample", *_buffers("num_tokens logits row_sequence row_position temperature top_k top_p min_p seed next_token")),
+    )
+    advance = launch("advance", *_buffers("step_count step_sequence step_begin next_token sequence_length root_token"))
+    top_k = launch("top_k", *_buffers("step_count draft_shape draft_logits candidate_tokens candidate_log_probs"))
     forward = _forward(spec, mode, limits)
     return (
-        Program("prefill", (Stage((_chain_rows(from_root=False),)), *forward, Stage((argmax, advance)))),
-        Program("decode", (Stage((_chain_rows(from_root=True),)), *forward, Stage((argmax, advance)))),
-        Program("verify", (Stage(_tree_launches()), *forward, Stage((argmax, *_commit_launches(limits))))),
-        Program("draft_top_k", (Stage((launch("top_k", *_buffers("draft_shape draft_logits candidate_tokens candidate_log_probs")),)),)),
+        Program("prefill", (Stage((_chain_rows(from_root=False),)), *forward, Stage((*choose, advance)))),
+        Program("decode", (Stage((_chain_rows(from_root=True),)), *forward, Stage((*choose, advance)))),
+        Program("verify", (Stage(_tree_launches()), *forward, Stage((*choose, *_commit_launches(limits))))),
+        Program("draft_top_k", (Stage((top_k,)),)),
     )
 
 
@@ -131,24 +143,25 @@ def _buffers(names: str) -> tuple[Arg, ...]:
 
 
 def _chain_rows(from_root: bool) -> Launch:
-    names = "num_tokens tokens sequence_length root_token row_sequence row_position row_prefix row_slot"
-    return launch("chain_rows", *_buffers(names), integer(0), integer(int(from_root)))
+    step = "step_count step_sequence step_begin num_tokens tokens sequence_length root_token"
+    rows = "row_sequence row_position row_prefix row_slot"
+    return launch("chain_rows", *_buffers(f"{step} {rows}"), integer(int(from_root)))
 
 
 def _tree_launches() -> tuple[Launch, ...]:
-    build = "draft_shape candidate_tokens candidate_log_probs root_token tree_size tree_token tree_parent tree_depth"
-    tree = "tree_size tree_token tree_parent tree_depth sequence_length"
-    rows = "num_tokens tokens row_sequence row_position row_prefix row_slot row_path"
-    return launch("tree_build", *_buffers(build), integer(0)), launch("tree_rows", *_buffers(f"{tree} {rows}"), integer(0))
+    drafted = "step_count step_sequence draft_shape candidate_tokens candidate_log_probs root_token"
+    built = "tree_size tree_token tree_parent tree_depth"
+    step = "step_count step_sequence step_begin"
+    rows = "sequence_length num_tokens tokens row_sequence row_position row_prefix row_slot row_path"
+    return launch("tree_build", *_buffers(f"{drafted} {built}")), launch("tree_rows", *_buffers(f"{step} {built} {rows}"))
 
 
 def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
-    accept = (
-        "tree_size tree_token tree_parent next_token accepted_count accepted_nodes accepted_tokens sequence_length root_token"
-    )
-    compact = "accepted_count accepted_nodes row_sequence row_prefix kv_cache"
+    tree = "step_count step_sequence step_begin tree_size tree_token tree_parent next_token"
+    accepted = "accepted_count accepted_nodes accepted_tokens sequence_length root_token"
+    compact = "step_count step_begin accepted_count accepted_nodes row_sequence row_prefix kv_cache"
     return (
-        launch("tree_accept", *_buffers(accept), integer(0)),
+        launch("tree_accept", *_buffers(f"{tree} {accepted}")),
         launch("kv_compact", *_buffers(compact), integer(limits.capacity), integer(limits.max_sequences)),
     )
 

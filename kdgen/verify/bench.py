@@ -161,9 +161,16 @@ class Bench:
 
     # ---- launch ---------------------------------------------------------------------------------------------------------
 
-    def launch(self, *arguments: DeviceArray | int, tokens: int = 1, context: int = 1, grid: Mapping[int, int] | None = None) -> None:
+    def launch(
+        self,
+        *arguments: DeviceArray | int,
+        tokens: int = 1,
+        context: int = 1,
+        sequences: int = 1,
+        grid: Mapping[int, int] | None = None,
+    ) -> None:
         """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``."""
-        x, y, z = (extent.value(tokens, context) for extent in self.kernel.grid)
+        x, y, z = (extent.value(tokens, context, sequences) for extent in self.kernel.grid)
         grid = grid or {}
         self.backend.launch(
             self.kernel.name,

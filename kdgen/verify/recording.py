@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kdgen.drafters.base import Proposal
 from kdgen.engine import Engine, Verified
 from kdgen.plan.ir import Plan
+from kdgen.sampling import GREEDY, Sampling
 
 
 class RecordingEngine:
@@ -23,8 +24,8 @@ class RecordingEngine:
     def plan(self) -> Plan:
         return self.engine.plan
 
-    def reset(self) -> None:
-        self.engine.reset()
+    def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None:
+        self.engine.reset(0, sampling)
         self.logits = []
 
     def prefill(self, tokens: Sequence[int]) -> int:
@@ -39,8 +40,7 @@ class RecordingEngine:
 
     def verify(self, proposal: Proposal, budget: int) -> Verified:
         step = self.engine.verify(proposal, budget)
-        nodes = self.engine.read("accepted_nodes")[: len(step.accepted)]
-        self.logits += list(self.engine.logits(step.nodes)[nodes])
+        self.logits += list(self.engine.logits(max(step.rows) + 1)[list(step.rows)])
         return step
 
     def cache_rows(self) -> NDArray[np.generic]:

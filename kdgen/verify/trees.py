@@ -25,40 +25,46 @@ def _lengths(bench: Bench) -> NDArray[np.int32]:
     return bench.rng.integers(0, 100, SEQUENCES).astype(np.int32)
 
 
+def _steps(bench: Bench) -> list[NDArray[np.int32]]:
+    """Which sequence stands at each place of a step: one, some, all, in any order."""
+    return [bench.rng.permutation(SEQUENCES)[:places].astype(np.int32) for places in range(1, SEQUENCES + 1)]
+
+
 @for_template(CHECKS, ["chain_rows.cu.j2"])
 def check_chain_rows(bench: Bench) -> None:
-    lengths, roots = _lengths(bench), bench.rng.integers(0, 1000, SEQUENCES).astype(np.int32)
-    for count in bench.tokens:
-        for sequence, from_root in ((count % SEQUENCES, 0), ((count + 1) % SEQUENCES, 1)):
-            rows = 1 if from_root else count
-            tokens = bench.rng.integers(0, 1000, count).astype(np.int32)
-            number, ids = bench.integer(-5 if from_root else count), bench.input(tokens)
+    for step in _steps(bench):
+        for from_root in (0, 1):
+            lengths, roots = _lengths(bench), bench.rng.integers(0, 1000, SEQUENCES).astype(np.int32)
+            counts = np.ones(len(step), np.int32) if from_root else bench.rng.integers(1, 20, len(step)).astype(np.int32)
+            begins, rows = np.cumsum([0, *counts], dtype=np.int32), int(counts.sum())
+            tokens = bench.rng.integers(0, 1000, rows).astype(np.int32)
+            places, number, ids = bench.integer(len(step)), bench.poisoned("i32", 1), bench.input(tokens)
+            begin = bench.poisoned("i32", len(step) + 1) if from_root else bench.input(begins)
             outputs = [bench.poisoned("i32", guard(rows)) for _ in range(4)]
-            bench.launch(number, ids, bench.input(lengths), bench.input(roots), *outputs, sequence, from_root)
-            position = lengths[sequence] + np.arange(rows)
-            expected = {
-                "row_sequence": np.full(rows, sequence),
-                "row_position": position,
-                "row_prefix": position + 1,
-                "row_slot": position,
-            }
+            state = bench.input(lengths), bench.input(roots)
+            bench.launch(places, bench.input(step), begin, number, ids, *state, *outputs, from_root)
+            sequence = np.repeat(step, counts)
+            position = lengths[sequence] + np.concatenate([np.arange(count) for count in counts])
+            expected = {"row_sequence": sequence, "row_position": position, "row_prefix": position + 1, "row_slot": position}
             for (name, values), array in zip(expected.items(), outputs, strict=True):
                 bench.findings.equal(name, split_guard(bench, name, bench.read(array), rows), values)
-            tokens[:1] = roots[sequence] if from_root else tokens[:1]
-            bench.findings.equal("tokens", bench.read(ids), tokens)
+            bench.findings.equal("tokens", bench.read(ids), roots[step] if from_root else tokens)
+            bench.findings.equal("step_begin", bench.read(begin), begins)
             bench.findings.equal("num_tokens", bench.read(number), np.array([rows]))
             bench.release()
 
 
 @for_template(CHECKS, ["advance.cu.j2"])
 def check_advance(bench: Bench) -> None:
-    for count in bench.tokens:
-        lengths, roots, sequence = _lengths(bench), np.full(SEQUENCES, 7, np.int32), count % SEQUENCES
-        choices = bench.rng.integers(0, 1000, count).astype(np.int32)
+    for step in _steps(bench):
+        lengths, roots = _lengths(bench), np.full(SEQUENCES, 7, np.int32)
+        counts = bench.rng.integers(1, 20, len(step)).astype(np.int32)
+        begins = np.cumsum([0, *counts], dtype=np.int32)
+        choices = bench.rng.integers(0, 1000, begins[-1]).astype(np.int32)
         length, root = bench.input(lengths), bench.input(roots)
-        bench.launch(bench.integer(count), bench.input(choices), length, root, sequence)
-        lengths[sequence] += count
-        roots[sequence] = choices[-1]
+        bench.launch(bench.integer(len(step)), bench.input(step), bench.input(begins), bench.input(choices), length, root)
+        lengths[step] += counts
+        roots[step] = choices[begins[1:] - 1]
         bench.findings.equal("sequence_length", bench.read(length), lengths)
         bench.findings.equal("root_token", bench.read(root), roots)
         bench.release()
@@ -103,12 +109,17 @@ def check_top_k(bench: Bench) -> None:
     finite = int(np.isfinite(logits).sum(axis=1).min())  # beyond these a row's candidates are impossible tokens, in any order
     for count in sorted({min(wanted, finite) for wanted in (1, 2, 10, MAX_CANDIDATES)}):
         tokens, log_probs = ops.top_k_log_probs(logits, count)
-        for rows in {1, most}:
-            ids, probs = bench.poisoned("i32", guard(rows), p.max_candidates), bench.poisoned("f32", guard(rows), p.max_candidates)
-            shape = bench.input(np.array([rows, count, 60], np.int32))
-            bench.launch(shape, bench.input(logits[:rows]), ids, probs, tokens=rows)
-            got_ids = split_guard(bench, "candidate_tokens", bench.read(ids), rows)
-            got = split_guard(bench, "candidate_log_probs", bench.read(probs), rows)
+        for rows, place in ((1, 1), (most, 0)):  # the other place drafts nothing
+            shape = np.zeros((2, 3), np.int32)
+            shape[place] = rows, count, 60
+            drafted = np.full((2, MAX_PATH, p.vocab), np.nan, np.float32)
+            drafted[place, :rows] = logits[:rows]
+            ids, probs = bench.poisoned("i32", 2, MAX_PATH, p.max_candidates), bench.poisoned("f32", 2, MAX_PATH, p.max_candidates)
+            bench.launch(bench.integer(2), bench.input(shape), bench.input(drafted), ids, probs, tokens=rows, sequences=2)
+            both_ids, both = bench.read(ids), bench.read(probs)
+            bench.findings.untouched("candidates of a place without draft", both_ids[1 - place])
+            got_ids = split_guard(bench, "candidate_tokens", both_ids[place], rows)
+            got = split_guard(bench, "candidate_log_probs", both[place], rows)
             bench.findings.equal("candidate_tokens", got_ids[:, :count], tokens[:rows])
             largest = np.abs(logits[:rows].max(axis=1, keepdims=True))
             error = tolerances.formula(np.abs(log_probs[:rows]) + largest) + tolerances.positive_sum(np.ones(1), p.vocab)
@@ -142,17 +153,24 @@ def random_draft(rng: np.random.Generator, kind: str) -> Draft:
     return Draft(tokens, log_probs.astype(np.float32), int(rng.integers(0, MAX_NODES)))
 
 
-def launch_tree_build(bench: Bench, draft: Draft, root: int = 5, sequence: int = 1) -> list[Array]:
-    """(size, tokens, parents, depths) as the kernel leaves them, each MAX_NODES long, poison beyond the tree."""
+def launch_tree_build(bench: Bench, draft: Draft, root: int = 5, places: int = 1, place: int = 0) -> list[Array]:
+    """(size, tokens, parents, depths) as the kernel leaves them, each MAX_NODES long, poison beyond the tree.
+
+    The draft stands at ``place`` of a step of ``places``; the others draft nothing.
+    """
     depths, ranks = draft.tokens.shape
-    ids, probs = poison("i32", MAX_PATH, MAX_CANDIDATES), poison("f32", MAX_PATH, MAX_CANDIDATES)
-    ids[:depths, :ranks], probs[:depths, :ranks] = draft.tokens, draft.log_probs
-    shape = bench.input(np.array([depths, ranks, draft.budget], np.int32))
+    ids, probs = poison("i32", places, MAX_PATH, MAX_CANDIDATES), poison("f32", places, MAX_PATH, MAX_CANDIDATES)
+    ids[place, :depths, :ranks], probs[place, :depths, :ranks] = draft.tokens, draft.log_probs
+    shape = np.zeros((places, 3), np.int32)
+    shape[place] = depths, ranks, draft.budget
+    step = bench.rng.permutation(SEQUENCES)[:places].astype(np.int32)
     roots = np.full(SEQUENCES, -9, np.int32)
-    roots[sequence] = root
-    outputs: list[DeviceArray] = [bench.poisoned("i32", 1), *(bench.poisoned("i32", MAX_NODES) for _ in range(3))]
-    bench.launch(shape, bench.input(ids), bench.input(probs), bench.input(roots), *outputs, sequence)
-    results = [bench.read(array) for array in outputs]
+    roots[step[place]] = root
+    outputs: list[DeviceArray] = [bench.poisoned("i32", places), *(bench.poisoned("i32", places, MAX_NODES) for _ in range(3))]
+    inputs = [bench.input(values) for values in (step, shape, ids, probs, roots)]
+    bench.launch(bench.integer(places), *inputs, *outputs, sequences=places)
+    results = [bench.read(array)[place] for array in outputs]
+    results[0] = results[0].reshape(1)
     bench.release()
     return results
 
@@ -175,7 +193,9 @@ def check_tree_build(bench: Bench) -> None:
         for i in range(8):
             draft = random_draft(bench.rng, kind)
             expected = reference.build_tree(draft.tokens, draft.log_probs, draft.budget)
-            compare_tree(bench, f"{kind} draft {i}", launch_tree_build(bench, draft), expected.tokens, expected.parents, expected.depths)
+            places = 1 + i % SEQUENCES
+            got = launch_tree_build(bench, draft, places=places, place=i % places)
+            compare_tree(bench, f"{kind} draft {i}", got, expected.tokens, expected.parents, expected.depths)
     nothing = Draft(np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32), 8)
     compare_tree(bench, "no draft", launch_tree_build(bench, nothing), np.zeros(0), np.array([-1]), np.zeros(0))
     full = Draft(np.arange(15 * 64, dtype=np.int32).reshape(15, 64), np.zeros((15, 64), np.float32), MAX_NODES - 1)
@@ -205,43 +225,69 @@ def _padded(values: Array, length: int = MAX_NODES) -> NDArray[np.int32]:
 TREE_SIZES = (1, 2, 31, 32, 33, 64)
 
 
+def _trees(bench: Bench, trees: list[reference.Tree]) -> list[DeviceArray]:
+    """(sizes, tokens, parents, depths) of a step's trees, one padded row a place."""
+    columns = ([[77, *tree.tokens] for tree in trees], [tree.parents for tree in trees], [[0, *tree.depths] for tree in trees])
+    sizes = np.array([tree.size + 1 for tree in trees], np.int32)
+    return [bench.input(sizes), *(bench.input(np.stack([_padded(np.array(values)) for values in column])) for column in columns)]
+
+
 @for_template(CHECKS, ["tree_rows.cu.j2"])
 def check_tree_rows(bench: Bench) -> None:
-    for nodes in TREE_SIZES:
-        tree, lengths, sequence = _random_tree(bench, nodes), _lengths(bench), nodes % SEQUENCES
-        depths, tokens = np.array([0, *tree.depths]), np.array([77, *tree.tokens])
-        inputs = [bench.integer(nodes), *(bench.input(_padded(values)) for values in (tokens, tree.parents, depths)), bench.input(lengths)]
-        number, *columns = (bench.poisoned("i32", n) for n in (1, *[guard(nodes)] * 5))
-        path = bench.poisoned("i32", guard(nodes), MAX_PATH)
-        bench.launch(*inputs, number, *columns, path, sequence)
-        length = lengths[sequence]
+    for step in (*_steps(bench), *_steps(bench), *_steps(bench)):
+        trees = [_random_tree(bench, int(bench.rng.choice(TREE_SIZES))) for _ in step]
+        lengths, nodes = _lengths(bench), [tree.size + 1 for tree in trees]
+        rows, begins = sum(nodes), np.cumsum([0, *nodes])
+        begin, number = bench.poisoned("i32", len(step) + 1), bench.poisoned("i32", 1)
+        columns = [bench.poisoned("i32", guard(rows)) for _ in range(5)]
+        path = bench.poisoned("i32", guard(rows), MAX_PATH)
+        inputs = bench.integer(len(step)), bench.input(step), begin, *_trees(bench, trees), bench.input(lengths)
+        bench.launch(*inputs, number, *columns, path, sequences=len(step))
+        sequence = np.repeat(step, nodes)
         expected = {
-            "tokens": tokens,
-            "row_sequence": np.full(nodes, sequence),
-            "row_position": length + depths,
-            "row_prefix": np.full(nodes, length),
-            "row_slot": length + np.arange(nodes),
+            "tokens": np.concatenate([[77, *tree.tokens] for tree in trees]),
+            "row_sequence": sequence,
+            "row_position": lengths[sequence] + np.concatenate([[0, *tree.depths] for tree in trees]),
+            "row_prefix": lengths[sequence],
+            "row_slot": lengths[sequence] + np.concatenate([np.arange(count) for count in nodes]),
         }
         for (name, values), array in zip(expected.items(), columns, strict=True):
-            bench.findings.equal(name, split_guard(bench, name, bench.read(array), nodes), values)
-        bench.findings.equal("num_tokens", bench.read(number), np.array([nodes]))
-        got = split_guard(bench, "row_path", bench.read(path), nodes)
-        wanted = np.full((nodes, MAX_PATH), -1)  # which is what poison reads as: nothing behind a path's end is written
-        wanted[:, : tree.paths.shape[1]] = tree.paths
+            bench.findings.equal(name, split_guard(bench, name, bench.read(array), rows), values)
+        bench.findings.equal("num_tokens", bench.read(number), np.array([rows]))
+        bench.findings.equal("step_begin", bench.read(begin), begins)
+        got = split_guard(bench, "row_path", bench.read(path), rows)
+        wanted = np.full((rows, MAX_PATH), -1)  # which is what poison reads as: nothing behind a path's end is written
+        for first, tree in zip(begins, trees, strict=False):
+            wanted[first : first + tree.size + 1, : tree.paths.shape[1]] = tree.paths
         bench.findings.equal("row_path", got, wanted)
         bench.release()
 
 
-def launch_tree_accept(bench: Bench, tree: reference.Tree, posterior: Array, length: int = 40, sequence: int = 2) -> list[Array]:
-    """(count, nodes, tokens, sequence_length, root_token) as the kernel leaves them."""
-    nodes = tree.size + 1
-    inputs = [bench.input(_padded(values)) for values in (np.array([77, *tree.tokens]), tree.parents, posterior)]
-    outputs = [bench.poisoned("i32", 1), bench.poisoned("i32", MAX_PATH), bench.poisoned("i32", MAX_PATH)]
+def launch_tree_accept(
+    bench: Bench, tree: reference.Tree, posterior: Array, length: int = 40, sequence: int = 2, after: int = 0
+) -> list[Array]:
+    """(count, nodes, tokens, sequence_length, root_token) as the kernel leaves them.
+
+    ``after`` puts the tree at the step's second place, behind a root alone with that many rows before the tree's.
+    """
+    place = 1 if after else 0
+    trees = [reference.Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.array([-1], np.int32)), tree][1 - place :]
+    step = np.array([(sequence + 1) % SEQUENCES, sequence], np.int32)[1 - place :]
+    begins = np.array([0, after, after + tree.size + 1][1 - place :], np.int32)
+    begins[0] = 0
+    sizes, tokens, parents, _ = _trees(bench, trees)
+    chosen = bench.input(np.concatenate([np.full(after, -5), posterior]).astype(np.int32))
+    outputs = [bench.poisoned("i32", place + 1), *(bench.poisoned("i32", place + 1, MAX_PATH) for _ in range(2))]
     state = [bench.input(np.full(SEQUENCES, value, np.int32)) for value in (length, -9)]
-    bench.launch(bench.integer(nodes), *inputs, *outputs, *state, sequence)
-    results = [bench.read(array) for array in (*outputs, *state)]
+    inputs = bench.integer(place + 1), bench.input(step), bench.input(begins), sizes, tokens, parents, chosen
+    bench.launch(*inputs, *outputs, *state, sequences=place + 1)
+    count, nodes, taken, lengths, roots = (bench.read(array) for array in (*outputs, *state))
+    if after:  # the root alone: one more token, and its choice
+        bench.findings.equal("sequence_length of a root alone", lengths[step[0]], np.array(length + 1))
+        bench.findings.equal("root_token of a root alone", roots[step[0]], np.array(-5))
+        lengths[step[0]], roots[step[0]] = length, -9
     bench.release()
-    return results
+    return [count[place].reshape(1), nodes[place], taken[place], lengths, roots]
 
 
 def compare_walk(
@@ -270,25 +316,36 @@ def check_tree_accept(bench: Bench) -> None:
                 if bench.rng.random() < 0.8:
                     posterior[tree.parents[node]] = tree.tokens[node - 1]
             accepted, following = reference.walk(tree, posterior)
-            got = launch_tree_accept(bench, tree, posterior)
+            got = launch_tree_accept(bench, tree, posterior, after=walk)
             compare_walk(bench, f"walk {walk} over {nodes} nodes", got, np.array([77, *tree.tokens]), np.array(accepted), following)
 
 
 @for_template(CHECKS, ["kv_compact.cu.j2"])
 def check_kv_compact(bench: Bench) -> None:
     """Accepted rows move to their positions in every layer; all else keeps its bits."""
-    p, layers, sequences, capacity = bench.p, bench.few(bench.kernel.grid[0].times), SEQUENCES, 90
+    p, layers, capacity = bench.p, bench.few(bench.kernel.grid[0].times), 90
     for nodes in TREE_SIZES:
-        tree = _random_tree(bench, nodes)
-        deepest = int(np.argmax([0, *tree.depths]))
-        for node in {0, deepest, int(bench.rng.integers(0, nodes))}:
-            accepted, prefix, sequence = tree.path(node), int(bench.rng.integers(0, capacity - MAX_NODES)), nodes % sequences
-            cache = bench.random(bench.act, layers, sequences, capacity, p.row)
+        for step in _steps(bench):
+            trees = [_random_tree(bench, nodes) for _ in step]
+            deepest = [int(np.argmax([0, *tree.depths])) for tree in trees]
+            ends = [int(bench.rng.choice([0, deep, int(bench.rng.integers(0, nodes))])) for deep in deepest]
+            accepted = [tree.path(end) for tree, end in zip(trees, ends, strict=True)]
+            prefixes = bench.rng.integers(0, capacity - MAX_NODES, len(step))
+            cache = bench.random(bench.act, layers, SEQUENCES, capacity, p.row)
             device = bench.input(cache)
-            meta = [np.array([len(accepted)]), _padded(np.array(accepted), MAX_PATH), np.full(nodes, sequence), np.full(nodes, prefix)]
-            bench.launch(*(bench.input(values.astype(np.int32)) for values in meta), device, capacity, sequences, grid={0: layers})
+            meta = [
+                np.array([len(step)]),
+                np.arange(len(step) + 1) * nodes,
+                np.array([len(path) for path in accepted]),
+                np.stack([_padded(np.array(path), MAX_PATH) for path in accepted]),
+                np.repeat(step, nodes),
+                np.repeat(prefixes, nodes),
+            ]
+            inputs = [bench.input(values.astype(np.int32)) for values in meta]
+            bench.launch(*inputs, device, capacity, SEQUENCES, grid={0: layers}, sequences=len(step))
             expected = cache.copy()
-            kept = reference.compact(cache[:, sequence], prefix, accepted)
-            expected[:, sequence, : kept.shape[1]] = kept
+            for sequence, prefix, path in zip(step, prefixes, accepted, strict=True):
+                kept = reference.compact(cache[:, sequence], int(prefix), path)
+                expected[:, sequence, : kept.shape[1]] = kept
             bench.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", bench.read(device), expected)
             bench.release()

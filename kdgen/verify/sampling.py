@@ -1,0 +1,64 @@
+"""Check of the seeded choice: the token drawn is the best of those that float64 keeps, as far as float32 can tell."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.reference import sampling as reference
+from kdgen.sampling import GREEDY, Sampling
+from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, split_guard
+
+CHECKS: Registry = {}
+#: Relative rounding of a float32 sum over the vocabulary, and absolute rounding of logf and of scores up to a hundred.
+SLACK, SCORE_ERROR = 1e-4, 1e-4
+CHOICES = (
+    GREEDY,
+    Sampling(1.0, seed=1),
+    Sampling(0.7, top_k=1, seed=2),
+    Sampling(1.3, top_k=5, seed=2**64 - 1),
+    Sampling(1.0, top_p=0.5, seed=2**40 + 3),
+    Sampling(2.0, top_k=20, top_p=0.9, min_p=0.02, seed=5),
+    Sampling(0.5, min_p=0.3, seed=6),
+    Sampling(1.0, top_p=1e-6, seed=7),
+)
+
+
+@for_template(CHECKS, ["sample.cu.j2"])
+def check_sample(bench: Bench) -> None:
+    vocab, most = bench.p.vocab, max(bench.tokens)
+    logits = bench.random("f32", most, vocab, scale=2.0)
+    logits[1::3] = np.round(logits[1::3])  # ties at every threshold
+    sequence = (np.arange(most) % len(CHOICES)).astype(np.int32)
+    position = bench.rng.integers(0, 1000, most).astype(np.int32)
+    greedy = logits.argmax(axis=1).astype(np.int32)
+    drawn = np.array([reference.draw(logits[m], CHOICES[sequence[m]], int(position[m]) + 1) for m in range(most)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+        count = len(rows)
+        chosen = np.full(guard(count), -1, np.int32)
+        chosen[:count] = greedy[rows]
+        device = bench.input(chosen)
+        floats = ([getattr(c, name) for c in CHOICES] for name in ("temperature", "top_p", "min_p"))
+        temperature, top_p, min_p = (bench.input(np.array(values, np.float32)) for values in floats)
+        top_k = bench.input(np.array([c.top_k for c in CHOICES], np.int32))
+        seeds = bench.input(np.array([c.seed for c in CHOICES], np.uint64).view(np.int32))
+        rows_in = bench.input(logits[rows]), bench.input(sequence[rows]), bench.input(position[rows])
+        bench.launch(bench.integer(count), *rows_in, temperature, top_k, top_p, min_p, seeds, device, tokens=count)
+        got = split_guard(bench, "next_token", bench.read(device), count)
+        for m, token in zip(rows, got, strict=True):
+            choice = CHOICES[sequence[m]]
+            if token != drawn[m] and not _as_good(logits[m], choice, int(position[m]) + 1, int(token)):
+                bench.findings.problem(f"row {m}, {choice}: token {token} instead of {drawn[m]}")
+        return {"next_token": got}
+
+    base = run(np.arange(most))["next_token"]
+    check_rows(bench, run, {"next_token": (base, np.zeros(1))})
+
+
+def _as_good(logits: NDArray[np.float32], choice: Sampling, position: int, token: int) -> bool:
+    """Whether float32 may have drawn ``token``: it is kept within the slack, and nothing surely kept scores clearly higher."""
+    if choice.temperature == 0 or not reference.kept(logits, choice, SLACK)[token]:
+        return False
+    scores, sure = reference.scores(logits, choice, position), reference.kept(logits, choice, -SLACK)
+    return bool(scores[token] + SCORE_ERROR >= scores[sure].max())
