@@ -1,0 +1,43 @@
+"""Every generated kernel on the GPU, alone against float64 and by bits, and whole random models against plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+from exactness import Situation, check_exactness, situations, unshrunk
+from hypothesis import given
+from strategies import TILED, specs
+
+from kdgen.backends.base import Backend
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute
+from kdgen.spec import Spec, load_spec
+from kdgen.verify.kernels import check_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ["tiny", "tiny2"])
+def test_kernels_are_right(cuda_backend: Backend, name: str, compute: Compute) -> None:
+    spec = load_spec(name)
+    wrong = [check for check in check_kernels(cuda_backend, spec, build_plan(spec, compute)) if not check.ok]
+    assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
+
+
+@pytest.mark.parametrize("name", ["k26", "deepseek-v3", "glm-4.7-flash"])
+def test_full_width_kernels_are_right_on_slices(cuda_backend: Backend, name: str) -> None:
+    spec = load_spec(name)
+    wrong = [check for check in check_kernels(cuda_backend, spec, build_plan(spec), size="slice", tokens=(1, 9, 33)) if not check.ok]
+    assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
+
+
+@unshrunk
+@given(spec=specs(quantized=None), situation=situations)
+def test_float32_draft_trees_change_no_bit(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
+    check_exactness(spec, "f32", situation, cuda_backend)
+
+
+@unshrunk
+@given(spec=specs(sizes=TILED, quantized=None, dtypes=("bfloat16",)), situation=situations)
+def test_tensor_core_draft_trees_change_no_bit(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
+    check_exactness(spec, "bf16", situation, cuda_backend)
