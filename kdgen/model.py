@@ -21,6 +21,7 @@ from kdgen.spec import Spec, load_spec
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.pack import CheckpointWeights, PackedWeights
 from kdgen.weights.random import random_weights
+from kdgen.weights.synthetic import MOST_DRAWN, SyntheticWeights, checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ def open_model(path: Path) -> Model:
 def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model:
     """Made-up weights for a spec (a shipped name, a YAML file) or a config (its file or folder), cut to ``layers`` layers.
 
-    Raises SpecError for a bad description, KdgenError when there are fewer layers than that.
+    Those of large models are tiled from a small pool, which takes seconds. Raises SpecError for a bad description, KdgenError when
+    there are fewer layers than that.
     """
     path = Path(source)
     spec = load_config(path) if path.is_dir() or path.suffix == ".json" else load_spec(source)
     if layers is not None:
         spec = shorten(spec, layers)
+    if checkpoint_bytes(spec) > MOST_DRAWN:
+        return Model(spec, SyntheticWeights(spec, seed))
     return Model(spec, CheckpointWeights(random_weights(spec, seed).__getitem__))
 
 

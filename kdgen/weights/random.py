@@ -22,6 +22,8 @@ Array = NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 #: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough to stay in float32's comfort.
 _LOGIT_SPREAD = 2.0
+INT4_DEVIATION = math.sqrt(21.5)  #: of uniform values -8 … 7; a scale divides by it
+SCALE_SPREAD = (0.75, 1.25)  #: how much scales vary
 
 
 class RandomWeights(Mapping[str, Array]):
@@ -56,10 +58,8 @@ class RandomWeights(Mapping[str, Array]):
         if group.kind == "packed":
             return generator.integers(-(2**31), 2**31, group.shape, np.int32)
         if group.kind == "scale":
-            # Uniform INT4 values have variance 21.5; the scale brings a row's products back to order one.
-            cols = self._groups[key.removesuffix("_scale") + "_packed"].shape[1] * 8
-            spread = generator.uniform(0.75, 1.25, group.shape)
-            return np.asarray(spread * self._gain(key) / math.sqrt(21.5 * cols)).astype(BF16)
+            spread = generator.uniform(*SCALE_SPREAD, group.shape)
+            return np.asarray(spread * (self.deviation(key.removesuffix("_scale")) / INT4_DEVIATION)).astype(BF16)
         if key.endswith("norm.weight"):
             return _exact(1 + 0.1 * generator.standard_normal(group.shape, np.float32), BF16)
         if key.endswith("e_score_correction_bias"):
@@ -68,8 +68,15 @@ class RandomWeights(Mapping[str, Array]):
             return _exact(0.1 * generator.standard_normal(group.shape, np.float32), BF16)
         stored = np.dtype(np.float32) if self.spec.dtype == "float32" and group.kind == "matrix" else BF16
         values = generator.standard_normal(group.shape, np.float32)
-        values *= np.float32(self._gain(key) / (1.0 if key == "model.embed_tokens.weight" else math.sqrt(group.shape[1])))
+        values *= np.float32(self.deviation(key))
         return _exact(values, stored)
+
+    def deviation(self, key: str) -> float:
+        """Standard deviation of a matrix's values, quantized or not; its key ends in ``weight``."""
+        if key == "model.embed_tokens.weight":
+            return self._gain(key)
+        packed = self._groups.get(f"{key}_packed")
+        return self._gain(key) / math.sqrt(packed.shape[1] * 8 if packed else self._groups[key].shape[1])
 
     def _gain(self, key: str) -> float:
         """Standard deviation of a matrix's outputs for inputs of order one."""
