@@ -67,7 +67,7 @@ def print_report(report: Report, console: Console) -> None:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for heading in ("part", "check", "backend", "result"):
             table.add_column(heading, no_wrap=True)
-        for heading in ("largest error", "tolerance", "s"):
+        for heading in ("error", "tolerance", "s"):
             table.add_column(heading, no_wrap=True, justify="right")
         table.add_column("")
         for check in checks:
@@ -75,7 +75,10 @@ def print_report(report: Report, console: Console) -> None:
             about = "; ".join(text for text in (check.detail, check.why) if text)
             cells = (check.part, check.name, check.backend, Text(check.status, style), _number(check.figure), _number(check.tolerance))
             table.add_row(*cells, f"{check.seconds:.1f}", _one_line(about))
-        console.print(table)
+        with console.capture() as lines:
+            console.print(table)
+        for line in lines.get().splitlines():  # rich fills lines up with blanks
+            console.out(line.rstrip(), highlight=False)
         console.print()
     for note in report.notes:
         console.print(f"note: {note}")

@@ -77,3 +77,26 @@ def bf16_average(terms_norm: Array, terms_sum: Array) -> F64:
     """Σ p·c with p rounded to bfloat16: independent roundings, never more than all of them at their worst."""
     bound: F64 = np.minimum(4 * BF16_ROUNDING * terms_norm, BF16_ROUNDING * terms_sum)
     return bound
+
+
+# ---- whole models -------------------------------------------------------------------------------------------------------
+
+#: float32 logits of up to 7 against an oracle that is itself float32 and 2e-5 off (4e-5 with YaRN over 120 positions).
+ORACLE_LOGITS = 5e-5
+#: Roundings to bfloat16 that a layer's output has gone through: norms, queries, absorbed queries, probabilities, latents, attention,
+#: MLP activations, router inputs.
+BF16_ROUNDINGS_A_LAYER = 10
+
+
+def float32_logits(expected: Array) -> float:
+    """Largest error of a float32 model's logits: some hundred roundings of values that are summed with the largest."""
+    return float(100 * EPS32 * np.abs(expected).max())
+
+
+def bf16_logits(expected: Array, layers: int) -> float:
+    """Root mean square error of a typical logits row: roundings add up at random, each relative to what it rounds.
+
+    Three times that, for where two experts score alike a rounding changes the choice, and later rows attend to what came of it.
+    """
+    spread = float(np.sqrt(np.square(expected).mean()))
+    return float(3 * BF16_ROUNDING * np.sqrt(BF16_ROUNDINGS_A_LAYER * layers) * spread)

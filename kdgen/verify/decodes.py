@@ -1,0 +1,233 @@
+"""Whole decodes of one model on one backend: logits against an oracle or float64, plain against draft-tree decoding by bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.backends.base import Backend
+from kdgen.decode import Decoded, decode_plain, decode_tree, prefill
+from kdgen.drafters.base import Drafter
+from kdgen.drafters.ngram import NgramDrafter
+from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
+from kdgen.engine import Engine
+from kdgen.errors import BackendError
+from kdgen.oracles import ModelCase
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute, Limits
+from kdgen.reference.model import ReferenceModel
+from kdgen.spec import Spec
+from kdgen.verify import tolerances
+from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.verify.report import Check, Status, finite
+from kdgen.weights.checkpoint import Checkpoint
+from kdgen.weights.random import random_weights
+
+NEW_TOKENS = 24
+TREE_TOKENS = 20  #: of which draft-tree decodes repeat so many
+PROMPT_TOKENS = 50  #: with the new ones, more than the 64 keys of a small model's split
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One draft-tree decode: a drafter (behind replay's name its errors in percent), tree limits, and the prefill's chunk."""
+
+    drafter: str
+    budget: int
+    block_size: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.drafter}, budget {self.budget}, block {self.block_size}"
+
+
+#: Good, useless and hostile drafters over small and large trees; no two prefills are cut alike.
+SITUATIONS = (
+    Situation("replay 20", 63, 16, 8),
+    Situation("adversarial", 15, 8, 31),
+    Situation("random", 33, 5, 32),
+    Situation("replay 0", 7, 8, 1),
+    Situation("replay 0", 15, 16, 7),
+    Situation("replay 50", 31, 4, 9),
+    Situation("replay 50", 1, 2, 33),
+    Situation("replay 100", 15, 8, 64),
+    Situation("replay 20", 0, 8, 3),
+    Situation("ngram", 31, 8, 5),
+    Situation("adversarial", 63, 16, 2),
+)
+FEW_SITUATIONS = SITUATIONS[:3]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to decode with, called ``title`` in reports. ``case`` is the oracle's run of it, if there is one."""
+
+    title: str
+    spec: Spec
+    compute: Compute
+    weights: Mapping[str, NDArray[Any]]
+    prompt: tuple[int, ...]
+    new_tokens: int
+    case: ModelCase | None = None
+
+
+def random_subject(spec: Spec, compute: Compute, seed: int = 0) -> Subject:
+    """``spec`` with random weights and a random prompt."""
+    new = min(NEW_TOKENS, max(1, spec.max_position_embeddings // 3))
+    length = min(PROMPT_TOKENS, max(1, spec.max_position_embeddings - new))
+    prompt = np.random.default_rng(seed).integers(0, spec.vocab_size, length).tolist()
+    return Subject(spec.name, spec, compute, random_weights(spec, seed), tuple(prompt), new)
+
+
+def oracle_subject(spec: Spec, compute: Compute, case: ModelCase) -> Subject:
+    """``spec`` with the oracle's checkpoint and prompt."""
+    return Subject(spec.name, spec, compute, Checkpoint(case.folder), tuple(case.prompt.tolist()), len(case.greedy), case)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Plain decoding, token by token from the first of the prompt: what everything else must equal."""
+
+    decoded: Decoded
+    logits: NDArray[np.float32]
+    cache: NDArray[np.generic]
+
+
+class _Clock:
+    """Builds Checks of one subject, each with the seconds since the last."""
+
+    def __init__(self, subject: Subject, backend: Backend) -> None:
+        self._subject, self._backend, self._began = subject, backend, perf_counter()
+
+    def check(
+        self, part: str, name: str, problem: str, detail: str = "", figure: float | None = None, tolerance: float | None = None
+    ) -> Check:
+        now = perf_counter()
+        seconds, self._began = now - self._began, now
+        where = self._backend.description
+        status: Status = "failed" if problem else "ok"
+        spec, compute = self._subject.title, self._subject.compute
+        return Check(spec, compute, part, name, where, status, figure, tolerance, detail, problem, seconds)
+
+
+def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS) -> Iterator[Check]:
+    """Logits, plain tokens, prefill chunks (L3), every situation (L1, L2) and a stop inside a tree; each Check when it is known."""
+    clock = _Clock(subject, backend)
+    context = len(subject.prompt) + subject.new_tokens
+    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context))
+    try:
+        engine = RecordingEngine(Engine(subject.spec, plan, backend, subject.weights.__getitem__))
+        decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)
+        plain = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
+        yield _check_logits(engine, subject, plain, clock)
+        if subject.case is not None and subject.compute == "f32":
+            yield _check_tokens(subject, plain, clock)
+        yield clock.check("decode", "prefill in any chunks", _rechunked(engine, subject, plain), "logits and cache rows equal by bits (L3)")
+        for situation in situations:
+            tree, problem = _compare(engine, subject, situation, plain)
+            length = sum(tree.acceptance_lengths) / max(1, tree.target_forwards)
+            detail = f"tokens equal, logits and cache rows by bits (L1, L2); {length:.1f} tokens a forward"
+            yield clock.check("decode", str(situation), problem, "" if problem else detail)
+        yield clock.check("decode", "stop token inside a tree", _stopped(engine, subject, plain), "ends where plain decoding would")
+    except BackendError as error:
+        yield clock.check("decode", "running the model", str(error))
+
+
+# ---- against others -----------------------------------------------------------------------------------------------------
+
+
+def _check_logits(engine: RecordingEngine, subject: Subject, plain: _Plain, clock: _Clock) -> Check:
+    """Logits of every position, teacher forced: in float32 each element, in bf16 the rows' typical error, for routing may flip."""
+    case = subject.case
+    tokens = case.tokens.tolist() if case is not None else [*subject.prompt, *plain.decoded.tokens[:-1]]
+    expected = (case.logits if case is not None else ReferenceModel(subject.spec, subject.weights).forward(tokens).logits).astype(
+        np.float64
+    )
+    prefill(engine, tokens)
+    logits = np.stack(engine.logits)
+    error = np.abs(logits - expected)
+    if subject.compute == "f32":
+        figure, what = float(error.max()), "largest error"
+        tolerance = tolerances.ORACLE_LOGITS if case is not None else tolerances.float32_logits(expected)
+    else:
+        figure, what = float(np.median(np.sqrt(np.square(error).mean(axis=1)))), "median over rows of the error's root mean square"
+        tolerance = tolerances.bf16_logits(expected, subject.spec.num_hidden_layers)
+    row = int(np.nan_to_num(error, nan=np.inf).max(axis=1).argmax())
+    problem = "" if figure <= tolerance else f"row {row} is off by {error[row].max():.3g}"
+    name = f"the oracle's run of {case.name}" if case is not None else "the float64 reference"
+    choices = f"{int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())} of {len(tokens)} greedy choices equal"
+    return clock.check("logits", name, problem, f"{what}; {choices}", finite(figure), tolerance)
+
+
+def _check_tokens(subject: Subject, plain: _Plain, clock: _Clock) -> Check:
+    """float32 must choose the oracle's tokens. (bf16 may leave them where two logits are close, and is then on a path of its own.)"""
+    assert subject.case is not None
+    ours, theirs = plain.decoded.tokens, subject.case.greedy.tolist()
+    wrong = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+    problem = f"token {wrong[0]} is {ours[wrong[0]]} instead of {theirs[wrong[0]]}" if wrong else ""
+    return clock.check("tokens", "the oracle's greedy tokens", problem, f"{len(ours) - len(wrong)} of {len(ours)} equal")
+
+
+# ---- by bits ------------------------------------------------------------------------------------------------------------
+
+
+def _difference(engine: RecordingEngine, plain: _Plain) -> str:
+    """Where the committed rows of the engine's last run leave plain decoding's; empty if nowhere. Either may have more rows."""
+    rows = min(len(engine.logits), len(plain.logits))
+    cache = engine.cache_rows()
+    if cache.shape[1] != len(engine.logits):
+        return f"{cache.shape[1]} cache rows for {len(engine.logits)} committed tokens"
+    for row in range(rows):
+        if count := differing_bits(cache[:, row], plain.cache[:, row]):
+            layer = next(i for i in range(len(cache)) if differing_bits(cache[i, row], plain.cache[i, row]))
+            return f"cache row {row} differs from plain decoding's in {count} elements, first in layer {layer}"
+        if count := differing_bits(engine.logits[row], plain.logits[row]):
+            return f"logits row {row} differs from plain decoding's in {count} elements, its cache row does not"
+    return ""
+
+
+def _rechunked(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
+    tokens = [*subject.prompt, *plain.decoded.tokens[:-1]]
+    for chunk in (7, 8, 9, 33, 64):
+        prefill(engine, tokens, chunk)
+        if problem := _difference(engine, plain):
+            return f"chunks of {chunk}: {problem}"
+    return ""
+
+
+def make_drafter(name: str, truth: Sequence[int], vocab_size: int, seed: int = 0) -> Drafter:
+    """A drafter by the name a Situation has for it."""
+    kind, _, percent = name.partition(" ")
+    if kind == "replay":
+        return ReplayDrafter(truth, vocab_size, int(percent) / 100, seed)
+    if kind == "adversarial":
+        return AdversarialDrafter(truth, vocab_size, seed=seed)
+    return RandomDrafter(vocab_size, seed) if kind == "random" else NgramDrafter()
+
+
+def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, plain: _Plain) -> tuple[Decoded, str]:
+    """A draft-tree decode, and what is different about it: tokens (L1), or logits and cache rows of committed tokens (L2)."""
+    drafter = make_drafter(situation.drafter, (*subject.prompt, *plain.decoded.tokens), subject.spec.vocab_size)
+    tree = decode_tree(engine, subject.prompt, subject.new_tokens, drafter, situation.budget, situation.block_size, chunk=situation.chunk)
+    if tree.tokens != plain.decoded.tokens:
+        first = next((i for i, (a, b) in enumerate(zip(tree.tokens, plain.decoded.tokens, strict=False)) if a != b), len(tree.tokens))
+        return tree, f"token {first} of {len(tree.tokens)} differs from plain decoding's; {_difference(engine, plain) or 'no row does'}"
+    needed = len(subject.prompt) + len(tree.tokens) - 1
+    if len(engine.logits) < needed:
+        return tree, f"{len(engine.logits)} rows are committed of {needed}"
+    return tree, _difference(engine, plain)
+
+
+def _stopped(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
+    """Stop at the token in the middle: trees that reach beyond it must not show."""
+    tokens = plain.decoded.tokens
+    stop = tokens[len(tokens) // 2]
+    expected = tokens[: tokens.index(stop) + 1]
+    drafter = make_drafter("replay 0", (*subject.prompt, *tokens), subject.spec.vocab_size)
+    got = decode_tree(engine, subject.prompt, subject.new_tokens, drafter, 15, 16, stop=(stop,)).tokens
+    return "" if got == expected else f"ends with {len(got)} tokens instead of {len(expected)}"

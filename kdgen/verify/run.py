@@ -1,0 +1,255 @@
+"""``kdgen verify``: which checks a spec gets, on which backend, and what does not run and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+
+from kdgen.backends import open_backend
+from kdgen.backends.base import Backend
+from kdgen.build import check as check_folders
+from kdgen.config import load_config
+from kdgen.errors import BackendError, SpecError
+from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import MAX_NODES, Compute, Plan
+from kdgen.plan.kernels import mma_obstacles
+from kdgen.reference.tree import Tree, ranked_rows
+from kdgen.resources import PACKAGE
+from kdgen.spec import Spec, load_spec
+from kdgen.verify.bench import SLICE_TILES, Bench, Size
+from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
+from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
+from kdgen.verify.report import Check, Report, Status, finite, make_report
+from kdgen.verify.shrink import is_wide, shrink
+from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
+
+DEFAULT_SPECS = ("tiny", "tiny2")
+CHECKER = "cpu-checker"
+CHECKER_TOKENS = (1, 9)
+#: The latent width from which attention splits are of 128 keys, long enough that both of its stages are loaded again.
+WIDE_LATENT = 256
+
+Say = Callable[[str], None]
+
+
+def verify(names: Sequence[str], backend_name: str | None = None, compute: Compute | None = None, say: Say = lambda _: None) -> Report:
+    """Everything that can be checked of the named specs (tiny and tiny2 when there are none) here.
+
+    ``compute`` None stands for both types where the dims allow tensor cores, and for the spec's own where the spec is wide.
+    Raises SpecError, or KdgenError for a type or backend that is not to be had.
+    """
+    began = perf_counter()
+    specs = [load_spec(name) for name in names or DEFAULT_SPECS]
+    plans = [(spec, build_plan(spec, dtype)) for spec in specs for dtype in _computes(spec, compute)]
+    backend = open_backend(backend_name)
+    checks: list[Check] = []
+    notes: list[str] = []
+    for spec, plan in plans:
+        checks += _verify_plan(backend, spec, plan, say)
+        if is_wide(spec):
+            notes.append(_wide_note(spec, plan, compute))
+    checks += _trees(backend, *plans[0], say)
+    if not names:
+        checks += _other_oracles(backend, specs, say)
+    notes.append(f"kernels and decodes ran on: {backend.description}")
+    if not model_cases():
+        notes.append("no oracle cases were found: logits are held against the float64 reference (KDGEN_ORACLE_DIR names a folder)")
+    return make_report(checks, notes, perf_counter() - began)
+
+
+def _computes(spec: Spec, compute: Compute | None) -> tuple[Compute, ...]:
+    if compute is not None:
+        return (compute,)
+    if is_wide(spec):
+        return (build_plan(spec).compute,)
+    return ("f32",) if mma_obstacles(spec) else ("f32", "bf16")
+
+
+def _wide_note(spec: Spec, plan: Plan, compute: Compute | None) -> str:
+    small = shrink(spec)
+    other = "" if compute else f" Only {plan.compute}, its own type, was checked; --dtype chooses another."
+    return (
+        f"{spec.name} is too wide to decode here. Its own kernels ran on slices: {SLICE_TILES} row tiles, experts, heads (16 on tensor"
+        f" cores) or layers over full-length inputs. Decodes and the checker took {small.name}: the same kernels, made for hidden"
+        f" {small.hidden_size}, {small.num_hidden_layers} layers, {small.num_attention_heads} heads,"
+        f" {small.n_routed_experts or 'no'} experts.{other}"
+    )
+
+
+def _verify_plan(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
+    wide = is_wide(spec)
+    yield from _kernels(backend, spec, plan, "slice" if wide else "full", say)
+    small = shrink(spec) if wide else spec
+    small_plan = build_plan(small, plan.compute) if wide else plan
+    yield from _under_checker(small, small_plan, say)
+    yield _drift(spec, plan, say)
+    say(f"{small.name} {plan.compute}: decoding")
+    case = _case_of(spec)
+    subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
+    yield from _decodes(backend, spec, plan.compute, subject.title, check_decodes(backend, subject), say)
+
+
+def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: Iterator[Check], say: Say) -> Iterator[Check]:
+    for check in found:
+        say(f"{title} {compute}: {check.name}")
+        yield check
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
+    say(f"{spec.name} {plan.compute}: compiling {len(plan.kernels)} kernels")
+    load_kernels(backend, plan)
+    for place, kernel in enumerate(plan.kernels):
+        say(f"{spec.name} {plan.compute}: kernel {kernel.name}")
+        began = perf_counter()
+        found = check_kernel(backend, spec, plan, kernel, np.random.default_rng([0, place]), size)
+        detail = f"{kernel.template}{', slice' if size == 'slice' else ''}"
+        yield _as_check(spec.name, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
+
+
+def _as_check(title: str, compute: str, part: str, backend: Backend, found: KernelCheck, detail: str, seconds: float) -> Check:
+    measured = found.ran and found.tolerance > 0
+    figure, tolerance = (finite(found.error), found.tolerance) if measured else (None, None)
+    status: Status = "ok" if found.ok else "failed" if found.ran else "skipped"
+    return Check(title, compute, part, found.kernel, backend.description, status, figure, tolerance, detail, found.why, seconds)
+
+
+def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
+    """Every kernel once where races, stray accesses and missing waits are seen; a line each only for those that fail."""
+    say(f"{spec.name} {plan.compute}: compiling {len(plan.kernels)} kernels for the checker")
+    began = perf_counter()
+    backend: Backend | None = None
+    try:
+        backend = open_backend(CHECKER, seed=1)
+        found = _checked(backend, spec, plan, say)
+        if plan.compute == "bf16" and spec.kv_lora_rank < WIDE_LATENT:
+            wide = spec.model_copy(update={"kv_lora_rank": WIDE_LATENT})
+            wide_plan = build_plan(wide, plan.compute)
+            attention = tuple(kernel for kernel in wide_plan.kernels if kernel.name == "mla_attention")
+            found += _checked(backend, wide, replace(wide_plan, kernels=attention), say)
+    except BackendError as error:
+        where = backend.description if backend else CHECKER
+        yield Check(spec.name, plan.compute, "checker", "all kernels", where, "skipped", why=str(error), seconds=perf_counter() - began)
+        return
+    seconds = perf_counter() - began
+    bad = [check for check in found if not check.ok]
+    for check in bad:
+        yield _as_check(spec.name, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
+    if not bad:
+        detail = f"{len(found)} kernels: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
+        yield Check(spec.name, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds)
+
+
+def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelCheck]:
+    load_kernels(backend, plan)
+    found = []
+    for place, kernel in enumerate(plan.kernels):
+        say(f"{spec.name} {plan.compute}: kernel {kernel.name} under the checker")
+        found.append(check_kernel(backend, spec, plan, kernel, np.random.default_rng([1, place]), tokens=CHECKER_TOKENS))
+    return found
+
+
+# ---- trees --------------------------------------------------------------------------------------------------------------
+
+
+def _trees(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
+    """The DDTree reference's trees and walks, by the tree kernels, which are the same for every spec."""
+    say("trees of the DDTree reference")
+    cases = tree_cases()
+    began = perf_counter()
+    wanted = ("tree_build", "tree_accept")
+    if not cases:
+        for name in wanted:
+            why = "no oracle cases were found"
+            yield Check(spec.name, plan.compute, "trees", name, backend.description, "skipped", why=why)
+        return
+    load_kernels(backend, replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.name in wanted)))
+    for name, compare in zip(wanted, (_compare_trees, _compare_walks), strict=True):
+        with Bench(backend, spec, plan, plan.kernel(name), np.random.default_rng(0)) as bench:
+            try:
+                detail = compare(bench, cases)
+                problem = "; ".join(bench.findings.problems[:2])
+            except BackendError as error:
+                detail, problem = "", str(error)
+        now = perf_counter()
+        status: Status = "failed" if problem else "ok"
+        yield Check(
+            spec.name, plan.compute, "trees", name, backend.description, status, detail=detail, why=problem, seconds=now - began
+        )  # fmt: skip
+        began = now
+
+
+def _compare_trees(bench: Bench, cases: Sequence[TreeCase]) -> str:
+    """The first nodes of a tree with a larger budget are the tree of a smaller one."""
+    for case in cases:
+        tokens, log_probs = ranked_rows(case.logits, MAX_NODES)
+        budget = min(case.budget, MAX_NODES - 1)
+        got = launch_tree_build(bench, Draft(tokens.astype(np.int32), log_probs, budget))
+        compare_tree(bench, f"case {case.name}", got, case.tokens[:budget], case.parents[: budget + 1], case.depths[:budget])
+    larger = sum(case.budget >= MAX_NODES for case in cases)
+    return f"{len(cases)} trees, {larger} of them cut to {MAX_NODES - 1} nodes"
+
+
+def _compare_walks(bench: Bench, cases: Sequence[TreeCase]) -> str:
+    walks = 0
+    for case in (case for case in cases if len(case.tokens) < MAX_NODES):
+        tree = Tree(case.tokens, case.depths, np.zeros(len(case.tokens)), case.parents)
+        for posterior, accepted, following in zip(case.posterior, case.accepted, case.next_token, strict=True):
+            got = launch_tree_accept(bench, tree, posterior)
+            compare_walk(bench, f"case {case.name}", got, np.array([77, *case.tokens]), np.array(accepted), int(following))
+            walks += 1
+    return f"{walks} walks"
+
+
+# ---- generated text and oracles -----------------------------------------------------------------------------------------
+
+
+def _drift(spec: Spec, plan: Plan, say: Say) -> Check:
+    """generated/ of a source checkout, for shipped specs, against what the plan renders now."""
+    say(f"{spec.name} {plan.compute}: generated files")
+    began = perf_counter()
+
+    def check(ok: bool, ran: bool, detail: str = "", why: str = "") -> Check:
+        status: Status = "ok" if ok else "failed" if ran else "skipped"
+        seconds = perf_counter() - began
+        return Check(
+            spec.name, plan.compute, "drift", f"generated/{plan.directory}", "text", status, detail=detail, why=why, seconds=seconds
+        )  # type: ignore[arg-type]
+
+    root = PACKAGE.parent / "generated"
+    if not root.is_dir():
+        return check(False, False, why="there is no generated/ beside the package: not a source checkout")
+    try:
+        shipped = load_spec(spec.name)
+    except SpecError:
+        return check(False, False, why="no shipped spec, so nothing is committed")
+    if shipped != spec or not (root / plan.directory).is_dir():
+        return check(False, False, why="not committed under generated/")
+    found = check_folders([plan], out=root, compile=False)
+    different = ", ".join(f"{difference.file} ({difference.kind})" for difference in found.differences[:3])
+    why = f"{len(found.differences)} files differ: {different}; kdgen build {spec.name} writes them" if found.differences else ""
+    return check(not found.differences, True, f"{found.files} files", why)
+
+
+def _case_of(spec: Spec) -> ModelCase | None:
+    """An oracle's run of this very model."""
+    return next((case for case in model_cases() if load_config(case.folder).sha256 == spec.sha256), None)
+
+
+def _other_oracles(backend: Backend, specs: Sequence[Spec], say: Say) -> Iterator[Check]:
+    """Oracle cases that are no shipped specs: other structures, decoded in fewer situations."""
+    seen = {spec.sha256 for spec in specs}
+    for case in model_cases():
+        spec = load_config(case.folder)
+        if spec.sha256 in seen:
+            continue
+        for compute in _computes(spec, None):
+            say(f"{case.name} {compute}: decoding")
+            subject = oracle_subject(spec, compute, case)
+            yield from _decodes(backend, spec, compute, case.name, check_decodes(backend, subject, FEW_SITUATIONS), say)
