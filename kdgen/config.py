@@ -336,6 +336,21 @@ def load_config(path: str | Path) -> Spec:
     return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), file.name)
 
 
+def published_quantization(quantization: Quantization) -> dict[str, Any]:
+    """The ``quantization_config`` that says so, as hubs publish it."""
+    weights = quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
+    plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": plain,
+        "config_groups": {"group_0": group},
+    }
+
+
 def published_config(spec: Spec) -> dict[str, Any]:
     """The ``config.json`` of a model folder of ``spec``: what ``load_config`` reads back as the same spec, but for the name.
 
@@ -349,17 +364,7 @@ def published_config(spec: Spec) -> dict[str, Any]:
             del values[key]
     values["num_key_value_heads"] = spec.num_attention_heads
     if spec.quantization is not None:
-        weights = spec.quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
-        plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        values["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "kv_cache_scheme": None,
-            "ignore": plain,
-            "config_groups": {"group_0": group},
-        }
+        values["quantization_config"] = published_quantization(spec.quantization)
     try:
         same = parse_config(json.dumps(values), spec.name).sha256 == spec.sha256
     except SpecError as error:

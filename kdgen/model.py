@@ -20,6 +20,7 @@ from kdgen.plan.ir import Compute, Limits
 from kdgen.spec import Spec, load_spec
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.pack import CheckpointWeights, PackedWeights
+from kdgen.weights.packed import PackedFile
 from kdgen.weights.random import random_weights
 from kdgen.weights.synthetic import MOST_DRAWN, SyntheticWeights, checkpoint_bytes
 
@@ -43,14 +44,17 @@ class Opened:
 
 
 def open_model(path: Path) -> Model:
-    """A published model folder. Every tensor's place, shape and type is checked, and none is read.
+    """A published model folder, or a .kdtr file. Every tensor's place, shape and type is checked, and none is read.
 
     Raises SpecError for a config, WeightError for weights that are damaged, incomplete or unsupported, with everything that is wrong.
     """
     if not path.exists():
         raise KdgenError(f"{path}: there is no such model; --model takes a folder with config.json and safetensors, or a .kdtr file")
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise KdgenError(f"{path}: describes a model and has no weights: add --random-weights, or give the model's folder")
     if not path.is_dir():
-        raise KdgenError(f"{path}: is no model folder and no .kdtr file; for a spec without weights add --random-weights")
+        packed = PackedFile(path)
+        return Model(packed.spec, packed, packed.compute)
     spec = load_config(path)
     checkpoint = Checkpoint(path)
     checkpoint.validate(spec)

@@ -1,17 +1,15 @@
 """The ``.kdtr`` container: a safetensors file whose metadata says what it holds. Any safetensors reader opens it.
 
 safetensors is eight bytes of header length, a JSON header (name, dtype, shape and byte range of every tensor, and string metadata),
-then the tensors one after another without gaps. Writing streams tensor by tensor behind a header made from shapes known beforehand;
-reading maps the file into memory. Nothing is ever unpickled.
+then the tensors one after another without gaps. Writing streams tensor by tensor, or in pieces, behind a header made from shapes
+known beforehand; reading maps a tensor when it is asked for. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import uuid
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import numpy.typing as npt
 
 from kdgen.errors import WeightError
 from kdgen.plan.ir import DType
+from kdgen.weights.stream import Announced, write_stream
 
 FORMAT = "kdtr"
 FORMAT_VERSION = 1
@@ -76,14 +75,13 @@ class Header:
 
 
 class Kdtr:
-    """An open .kdtr file. Tensors are read-only views of the mapped file, read from disk as they are touched."""
+    """An open .kdtr file. Tensors are read-only and mapped one by one, read from disk as they are touched, let go when dropped."""
 
     def __init__(self, header: Header, metadata: KdtrMetadata) -> None:
         self.path = header.path
         self.metadata = metadata
         self.tensors = tuple(TensorInfo(entry.name, _dtype(header.path, entry), entry.shape) for entry in header.tensors)
         self._entries = {entry.name: entry for entry in header.tensors}
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(header.path, np.uint8, mode="r"))
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -93,11 +91,36 @@ class Kdtr:
 
         Raises WeightError when there is none.
         """
+        entry = self._entry(name)
+        dtype = _numpy_dtypes()[_dtype(self.path, entry)]
+        if not entry.nbytes:
+            return np.frombuffer(b"", dtype).reshape(entry.shape)
+        mapped = np.asarray(np.memmap(self.path, np.uint8, "r", entry.begin, (entry.nbytes,)))
+        return mapped.view(dtype).reshape(entry.shape)
+
+    def parts(self, name: str, part_bytes: int) -> Iterator[npt.NDArray[np.generic]]:
+        """The tensor called ``name`` in flat pieces of at most ``part_bytes`` (a multiple of its item size), read one at a time.
+
+        Raises WeightError when there is no such tensor, or the file cannot be read or has become shorter.
+        """
+        entry = self._entry(name)
+        dtype = _numpy_dtypes()[_dtype(self.path, entry)]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(entry.begin)
+                for left in range(entry.nbytes, 0, -part_bytes):
+                    part = np.fromfile(file, dtype, min(part_bytes, left) // dtype.itemsize)
+                    if part.nbytes != min(part_bytes, left):
+                        raise WeightError(f"{self.path}: was cut off while it was read")
+                    yield part
+        except OSError as error:
+            raise WeightError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _entry(self, name: str) -> TensorEntry:
         entry = self._entries.get(name)
         if entry is None:
             raise WeightError(f"{self.path}: no tensor {name!r}")
-        dtype = _numpy_dtypes()[_dtype(self.path, entry)]
-        return self._bytes[entry.begin : entry.end].view(dtype).reshape(entry.shape)
+        return entry
 
 
 def write_kdtr(
@@ -107,25 +130,25 @@ def write_kdtr(
 
     Raises WeightError when a tensor is missing, superfluous or not of its dtype and shape, or when the file cannot be written.
     """
-    for name, count in Counter(["__metadata__", *(info.name for info in infos)]).items():
-        if count > 1:
-            raise WeightError(f"{path}: tensor name {name!r} is taken twice")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(_header_bytes(infos, metadata))
-            pending = iter(tensors)
-            for info in infos:
-                name, values = next(pending, ("", None))
-                _check_tensor(path, info, name, values)
-                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-            if (extra := next(pending, None)) is not None:
-                raise WeightError(f"{path}: tensor {extra[0]!r} was not announced")
-        temporary.replace(path)
-    except OSError as error:
-        raise WeightError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_kdtr_parts(path, infos, _checked(path, infos, tensors), metadata)
+
+
+def write_kdtr_parts(
+    path: Path, infos: Sequence[TensorInfo], parts: Iterable[tuple[str, npt.NDArray[np.generic]]], metadata: KdtrMetadata
+) -> None:
+    """``write_kdtr`` for tensors that come in any number of pieces, each after its tensor's name, in order.
+
+    Raises WeightError when a tensor's pieces are fewer or more than its bytes, or when the file cannot be written.
+    """
+    announced = [Announced(info.name, _SAFETENSORS_NAMES[info.dtype], info.shape, info.nbytes) for info in infos]
+    described = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "kind": metadata.kind,
+        "spec": metadata.spec,
+        "layout": metadata.layout,
+    }
+    write_stream(path, announced, parts, described)
 
 
 def open_kdtr(path: Path) -> Kdtr:
@@ -211,36 +234,21 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
-def _header_bytes(infos: Sequence[TensorInfo], metadata: KdtrMetadata) -> bytes:
-    described: dict[str, object] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "format_version": str(FORMAT_VERSION),
-            "kind": metadata.kind,
-            "spec": metadata.spec,
-            "layout": metadata.layout,
-        }
-    }
-    position = 0
+def _checked(
+    path: Path, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]
+) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+    pending = iter(tensors)
     for info in infos:
-        described[info.name] = {
-            "dtype": _SAFETENSORS_NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [position, position + info.nbytes],
-        }
-        position += info.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _check_tensor(path: Path, info: TensorInfo, name: str, values: npt.NDArray[np.generic] | None) -> None:
-    if values is None:
-        raise WeightError(f"{path}: tensor {info.name!r} is missing")
-    if name != info.name:
-        raise WeightError(f"{path}: tensor {name!r} came where {info.name!r} was announced")
-    if values.dtype != _numpy_dtypes()[info.dtype] or values.shape != info.shape:
-        raise WeightError(f"{path}: tensor {name!r} is {values.dtype} {values.shape}, announced as {info.dtype} {info.shape}")
+        name, values = next(pending, ("", None))
+        if values is None:
+            raise WeightError(f"{path}: tensor {info.name!r} is missing")
+        if name != info.name:
+            raise WeightError(f"{path}: tensor {name!r} came where {info.name!r} was announced")
+        if values.dtype != _numpy_dtypes()[info.dtype] or values.shape != info.shape:
+            raise WeightError(f"{path}: tensor {name!r} is {values.dtype} {values.shape}, announced as {info.dtype} {info.shape}")
+        yield name, values
+    if (extra := next(pending, None)) is not None:
+        raise WeightError(f"{path}: tensor {extra[0]!r} was not announced")
 
 
 def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -9,11 +9,8 @@ twice in host memory. What a layout is, lane by lane, stands in tests/unit/test_
 from __future__ import annotations
 
 import functools
-import os
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -21,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.plan.ir import DType, Plan, Weight
+from kdgen.weights.ahead import in_order
 
 Array = NDArray[np.generic]
 Tensors = Callable[[str], Array]  #: checkpoint key to array
@@ -71,23 +69,7 @@ def packed_parts(weight: Weight, layer: int, tensors: Tensors) -> Iterator[Array
     tasks = _tasks(weight, [source.replace("{i}", str(layer)) for source in weight.sources], tensors)
     if weight.stored_bytes <= _INLINE_BYTES:
         return (task() for task in tasks)
-    return _in_order(tasks)
-
-
-def _in_order(tasks: Iterable[Callable[[], Array]]) -> Iterator[Array]:
-    """Results of ``tasks`` in their order, worked out a few ahead on threads: NumPy lets go of the interpreter where it copies."""
-    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
-    pending: deque[Future[Array]] = deque()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="kdgen-pack")
-    try:
-        for task in tasks:
-            pending.append(pool.submit(task))
-            if len(pending) > workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return in_order(tasks)
 
 
 def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Callable[[], Array]]:

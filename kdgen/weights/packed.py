@@ -1,0 +1,103 @@
+"""Packed weights in a .kdtr file: written once, loaded as they are.
+
+The file's tensors are the plan's device tensors under their names, flat. Its metadata holds the spec, and the layout: the
+version of the layouts, the compute type, and every weight as the plan has it. A file whose layout is not the plan's, to the
+last field, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kdgen.errors import WeightError
+from kdgen.plan.ir import ITEM_BYTES, Compute, Plan, Weight
+from kdgen.spec import Spec
+from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr_parts
+from kdgen.weights.pack import LAYOUT_VERSION, PART_BYTES, Array, PackedWeights
+
+KIND = "packed"
+
+
+def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, progress: Callable[[int, int], None]) -> None:
+    """Write every weight of ``plan`` to ``path``, which appears whole or not at all. ``progress`` is called with bytes done and in all.
+
+    Raises WeightError when the weights do not fit the plan or are damaged, or the file cannot be written.
+    """
+    weights.check(plan)
+    total, done = sum(weight.total_bytes for weight in plan.weights), 0
+
+    def parts() -> Iterator[tuple[str, Array]]:
+        nonlocal done
+        for weight, layer in _device_tensors(plan):
+            for part in weights.parts(weight, layer):
+                yield weight.device_name(layer), part
+                done += part.nbytes
+                progress(done, total)
+
+    progress(done, total)
+    metadata = KdtrMetadata(KIND, json.dumps(spec.model_dump(mode="json")), _layout(plan))
+    write_kdtr_parts(path, _infos(plan), parts(), metadata)
+
+
+class PackedFile(PackedWeights):
+    """A file that ``write_packed`` wrote. ``spec`` is its model, ``compute`` the compute type that it was packed for.
+
+    Opening raises WeightError when it is damaged, cut off or holds something else, and SpecError when its spec is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_kdtr(path)
+        metadata = self._file.metadata
+        if metadata.kind != KIND:
+            raise WeightError(f"{path}: holds {metadata.kind!r}, not packed weights")
+        self._layout = json.loads(metadata.layout)
+        values = json.loads(metadata.spec)
+        compute = self._layout.get("compute") if isinstance(self._layout, dict) else None
+        if compute not in ("f32", "bf16") or not isinstance(values, dict):
+            raise WeightError(f"{path}: damaged .kdtr metadata: no spec, or no compute type")
+        self.compute: Compute = compute
+        self.spec = Spec.from_mapping(values, path.name)
+
+    def check(self, plan: Plan) -> None:
+        """Raises WeightError when the file was packed for other layouts, or its tensors are not those it announces."""
+        path = self._file.path
+        expected = json.loads(_layout(plan))
+        if self._layout != expected:
+            raise WeightError(
+                f"{path}: was packed for other layouts ({_difference(self._layout, expected)}); `kdgen import` the model again"
+            )
+        if self._file.tensors != tuple(_infos(plan)):
+            raise WeightError(f"{path}: its tensors are not those that its metadata announces; `kdgen import` the model again")
+
+    def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
+        return self._file.parts(weight.device_name(layer), PART_BYTES)
+
+
+def _device_tensors(plan: Plan) -> Iterator[tuple[Weight, int]]:
+    for weight in plan.weights:
+        for layer in range(*weight.layers) if weight.layers else (0,):
+            yield weight, layer
+
+
+def _infos(plan: Plan) -> list[TensorInfo]:
+    return [
+        TensorInfo(weight.device_name(layer), weight.dtype, (weight.stored_bytes // ITEM_BYTES[weight.dtype],))
+        for weight, layer in _device_tensors(plan)
+    ]
+
+
+def _layout(plan: Plan) -> str:
+    weights = [dataclasses.asdict(weight) for weight in plan.weights]
+    return json.dumps({"version": LAYOUT_VERSION, "compute": plan.compute, "weights": weights})
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The first thing that differs, in words."""
+    for key in ("version", "compute"):
+        if found.get(key) != expected[key]:
+            return f"{key} {found.get(key)}, now {expected[key]}"
+    return "its list of weights is another"
