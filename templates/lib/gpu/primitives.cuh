@@ -38,7 +38,13 @@ __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
 }
 
 // ---- shared memory --------------------------------------------------------
-#define SHARED_ARRAY(T, name, ...) __shared__ __align__(16) T name __VA_ARGS__
+// Storage is a whole number of 16 bytes: the compiler widens reads to that, and may then read past a shorter array's end.
+#define SHARED_ARRAY(T, name, ...)            \
+  struct __align__(16) name##_storage {       \
+    T values __VA_ARGS__;                     \
+  };                                          \
+  __shared__ name##_storage name##_shared;    \
+  T(&name) __VA_ARGS__ = name##_shared.values
 #define SHARED_DYNAMIC(T, name)                                  \
   extern __shared__ __align__(1024) unsigned char dynamic_smem[]; \
   T* name = reinterpret_cast<T*>(dynamic_smem)
