@@ -102,7 +102,7 @@ def check_attention(bench: Bench) -> None:
     p = bench.p
     contexts = CONTEXTS if len(bench.tokens) > 2 else FEW_CONTEXTS
     most = len(contexts)
-    heads = min(p.heads, max(2, _heads_a_block(bench))) if bench.sliced else p.heads
+    heads = bench.few(p.heads, max(2, _heads_a_block(bench)))
     keys = bench.random(bench.act, most, max(contexts), p.row)  # each row has its own sequence's
     positions = np.array(contexts, np.int32) - 1
     query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * p.scale) ** -1)  # scores of order one

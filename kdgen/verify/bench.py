@@ -101,6 +101,7 @@ class Bench:
     size: Size = "full"
     tokens: tuple[int, ...] = TOKENS
     findings: Findings = field(default_factory=Findings)
+    was_cut: bool = False  #: a slice that is less than the whole kernel
     _arrays: list[DeviceArray] = field(default_factory=list)
 
     def __enter__(self) -> Bench:
@@ -122,9 +123,12 @@ class Bench:
     def sliced(self) -> bool:
         return self.size == "slice"
 
-    def few(self, count: int) -> int:
-        """``count``, or as many of them as a slice takes."""
-        return min(count, SLICE_TILES) if self.sliced else count
+    def few(self, count: int, most: int = SLICE_TILES) -> int:
+        """``count``, of which a slice takes at most ``most``."""
+        if not self.sliced or count <= most:
+            return count
+        self.was_cut = True
+        return most
 
     # ---- memory ---------------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,13 @@ from kdgen.decode import Decoded, decode_plain, decode_tree, prefill
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
-from kdgen.engine import Engine
+from kdgen.engine import Draft, Engine
 from kdgen.errors import BackendError
 from kdgen.oracles import ModelCase
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.reference.model import ReferenceModel
+from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
 from kdgen.verify.recording import RecordingEngine, differing_bits
@@ -116,10 +117,10 @@ class _Clock:
 
 
 def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS) -> Iterator[Check]:
-    """Logits, plain tokens, prefill chunks (L3), every situation (L1, L2) and a stop inside a tree; each Check when it is known."""
+    """Logits, plain tokens, and the exactness contract's levels L1 to L5; each Check as soon as it is known."""
     clock = _Clock(subject, backend)
     context = len(subject.prompt) + subject.new_tokens
-    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context))
+    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3))
     try:
         engine = RecordingEngine(Engine(subject.spec, plan, backend, subject.weights.__getitem__))
         decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)
@@ -134,6 +135,10 @@ def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situa
             detail = f"tokens equal, logits and cache rows by bits (L1, L2); {length:.1f} tokens a forward"
             yield clock.check("decode", str(situation), problem, "" if problem else detail)
         yield clock.check("decode", "stop token inside a tree", _stopped(engine, subject, plain), "ends where plain decoding would")
+        detail = "tokens equal, logits and cache rows by bits (L4)"
+        yield clock.check("decode", "among two other sequences", _batched(engine.engine, subject, plain), detail)
+        detail = "plain and tree draw the same tokens, logits and cache rows by bits (L5)"
+        yield clock.check("decode", "sampled at temperature 0.8", _sampled(engine, subject), detail)
     except BackendError as error:
         yield clock.check("decode", "running the model", str(error))
 
@@ -231,3 +236,55 @@ def _stopped(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
     drafter = make_drafter("replay 0", (*subject.prompt, *tokens), subject.spec.vocab_size)
     got = decode_tree(engine, subject.prompt, subject.new_tokens, drafter, 15, 16, stop=(stop,)).tokens
     return "" if got == expected else f"ends with {len(got)} tokens instead of {len(expected)}"
+
+
+def _batched(engine: Engine, subject: Subject, plain: _Plain) -> str:
+    """Sequence 1 in steps with two others, prefill and trees alike; its tokens, logits and cache rows are those it has alone."""
+    ours, limit, vocab = 1, engine.plan.limits.max_context, subject.spec.vocab_size
+    rng = np.random.default_rng(1)
+    expected = plain.decoded.tokens[: min(TREE_TOKENS, subject.new_tokens)]
+    waiting = {2: rng.integers(0, vocab, 7).tolist(), ours: list(subject.prompt), 0: rng.integers(0, vocab, 20).tolist()}
+    context = {sequence: list(tokens) for sequence, tokens in waiting.items()}
+    widths, logits = {2: 3, ours: 11, 0: 9}, []
+    for sequence in waiting:
+        engine.reset(sequence)
+    while any(waiting.values()):
+        chunks = [(sequence, tokens[: widths[sequence]]) for sequence, tokens in waiting.items() if tokens]
+        roots, begin = engine.prefill_many(chunks), 0
+        for (sequence, tokens), root in zip(chunks, roots, strict=True):
+            if sequence == ours:
+                logits += list(engine.logits(begin + len(tokens))[begin:])
+            begin += len(tokens)
+            waiting[sequence] = waiting[sequence][len(tokens) :]
+            if not waiting[sequence]:
+                context[sequence].append(root)
+    drafters = {sequence: make_drafter("random", (), vocab, sequence) for sequence in context}
+    drafters[ours] = make_drafter("replay 20", (*subject.prompt, *plain.decoded.tokens), vocab)
+    done = len(subject.prompt)
+    while len(context[ours]) < done + len(expected):
+        drafts = []
+        for sequence, tokens in context.items():
+            depths = min(7, limit - len(tokens), done + len(expected) - len(tokens) - 1 if sequence == ours else 7)
+            if sequence == ours or depths >= 0:
+                drafts.append(Draft(sequence, drafters[sequence].propose(tokens, depths), 15))
+        for draft, step in zip(drafts, engine.verify_many(drafts), strict=True):
+            if draft.sequence == ours:
+                logits += list(engine.logits(max(step.rows) + 1)[list(step.rows)])
+            context[draft.sequence] += [*step.accepted[1:], step.next_token]
+    if tuple(context[ours][done : done + len(expected)]) != expected:
+        return "other tokens than alone"
+    cache = engine.cache_rows(ours)
+    for row in range(min(len(logits), len(plain.logits))):
+        if differing_bits(logits[row], plain.logits[row]) or differing_bits(cache[:, row], plain.cache[:, row]):
+            return f"row {row} has other bits than alone"
+    return ""
+
+
+def _sampled(engine: RecordingEngine, subject: Subject) -> str:
+    """Plain sampling, then the same seed with trees whose drafter is wrong half the time."""
+    sampling, count = Sampling(temperature=0.8, top_p=0.95, seed=2**40 + 1), min(TREE_TOKENS, subject.new_tokens)
+    decoded = decode_plain(engine, subject.prompt, count, sampling=sampling)
+    drawn = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
+    drafter = make_drafter("replay 50", (*subject.prompt, *decoded.tokens), subject.spec.vocab_size)
+    tree = decode_tree(engine, subject.prompt, count, drafter, 15, 8, chunk=7, sampling=sampling)
+    return _difference(engine, drawn) if tree.tokens == decoded.tokens else "other tokens than plain sampling"

@@ -30,7 +30,7 @@ def check_linear(bench: Bench) -> None:
     tile = (8 if p.gated else 16) if mma else 32
     # a slice takes whole batch entries where there are several, which are small, and a few row tiles where there is one
     batches = bench.few(batch)
-    wanted = min(outputs, SLICE_TILES * tile) if bench.sliced and batch == 1 else outputs
+    wanted = bench.few(outputs, SLICE_TILES * tile) if batch == 1 else outputs
     out = p.out if mma else "float"
 
     x = bench.random(bench.act, most, batches, p.cols)
@@ -137,7 +137,7 @@ def check_rmsnorm(bench: Bench) -> None:
 @for_template(CHECKS, ["embed.cu.j2"])
 def check_embed(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
-    vocab = min(bench.spec.vocab_size, 64) if bench.sliced else bench.spec.vocab_size
+    vocab = bench.few(bench.spec.vocab_size, 64)
     table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
     tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
     tokens[[0, -1]] = vocab - 1, 0
@@ -155,7 +155,7 @@ def check_embed(bench: Bench) -> None:
 def check_router_logits(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     experts_a_block = p.block // 32
-    experts = min(p.experts, SLICE_TILES * experts_a_block) if bench.sliced else p.experts
+    experts = bench.few(p.experts, SLICE_TILES * experts_a_block)
     hidden = bench.random(bench.act, most, p.hidden)
     weight = bench.random("f32", experts, p.hidden, scale=p.hidden**-0.5)
 

@@ -133,7 +133,7 @@ def check_experts(bench: Bench) -> None:
     experts = bench.few(spec.n_routed_experts or 0)
     top_k = min(spec.num_experts_per_tok, experts)
     tile = ((8 if p.gated else 16) * p.warps) if mma else 32
-    wanted = min(outputs, SLICE_TILES * tile) if bench.sliced else outputs
+    wanted = bench.few(outputs, SLICE_TILES * tile)
     full_top_k = spec.num_experts_per_tok
     x_places = full_top_k // p.assignments_per_x_row  # 1 where every place reads its token's row
     out = p.out if mma else "float"

@@ -24,7 +24,10 @@ CHECKS: Registry = {**dense.CHECKS, **attention.CHECKS, **experts.CHECKS, **tree
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What one kernel's check gave. ``error`` and ``tolerance`` are those of the element that came closest to its tolerance."""
+    """What one kernel's check gave. ``error`` and ``tolerance`` are those of the element that came closest to its tolerance.
+
+    ``sliced``: only a part of the kernel's grid ran.
+    """
 
     kernel: str
     template: str
@@ -34,6 +37,7 @@ class KernelCheck:
     tolerance: float
     ok: bool
     why: str = ""
+    sliced: bool = False
 
 
 def load_kernels(backend: Backend, plan: Plan) -> None:
@@ -57,7 +61,7 @@ def check_kernel(
 
     def outcome(ran: bool, ok: bool, why: str, bench: Bench | None = None) -> KernelCheck:
         error, tolerance = (bench.findings.error, bench.findings.tolerance) if bench else (0.0, 0.0)
-        return KernelCheck(kernel.name, kernel.template, ran, tuple(tokens), error, tolerance, ok, why)
+        return KernelCheck(kernel.name, kernel.template, ran, tuple(tokens), error, tolerance, ok, why, bench is not None and bench.was_cut)
 
     check = CHECKS.get(kernel.template)
     if check is None:

@@ -109,7 +109,7 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> 
         say(f"{spec.name} {plan.compute}: kernel {kernel.name}")
         began = perf_counter()
         found = check_kernel(backend, spec, plan, kernel, np.random.default_rng([0, place]), size)
-        detail = f"{kernel.template}{', slice' if size == 'slice' else ''}"
+        detail = f"{kernel.template}{', a slice' if found.sliced else ''}"
         yield _as_check(spec.name, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
 
 
@@ -220,7 +220,7 @@ def _drift(spec: Spec, plan: Plan, say: Say) -> Check:
         seconds = perf_counter() - began
         return Check(
             spec.name, plan.compute, "drift", f"generated/{plan.directory}", "text", status, detail=detail, why=why, seconds=seconds
-        )  # type: ignore[arg-type]
+        )
 
     root = PACKAGE.parent / "generated"
     if not root.is_dir():
