@@ -10,6 +10,7 @@ import numpy as np
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
+from kdgen.backends.cuda import cuda_unusable
 from kdgen.build import check as check_folders
 from kdgen.config import load_config
 from kdgen.errors import BackendError, SpecError
@@ -55,7 +56,7 @@ def verify(names: Sequence[str], backend_name: str | None = None, compute: Compu
     checks += _trees(backend, *plans[0], say)
     if not names:
         checks += _other_oracles(backend, specs, say)
-    notes.append(f"kernels and decodes ran on: {backend.description}")
+    notes.append(f"kernels and decodes ran on: {backend.description}{_no_gpu(backend, backend_name)}")
     if not model_cases():
         notes.append("no oracle cases were found: logits are held against the float64 reference (KDGEN_ORACLE_DIR names a folder)")
     return make_report(checks, notes, perf_counter() - began)
@@ -67,6 +68,13 @@ def _computes(spec: Spec, compute: Compute | None) -> tuple[Compute, ...]:
     if is_wide(spec):
         return (build_plan(spec).compute,)
     return ("f32",) if mma_obstacles(spec) else ("f32", "bf16")
+
+
+def _no_gpu(backend: Backend, asked: str | None) -> str:
+    if backend.name == "cuda":
+        return ""
+    reason = cuda_unusable() if asked is None else f"--backend {asked}"
+    return f"; nothing ran on a GPU: {reason}" if reason else ""
 
 
 def _wide_note(spec: Spec, plan: Plan, compute: Compute | None) -> str:
