@@ -45,7 +45,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 #: safetensors' own limit on a header.
 _MAX_HEADER = 100 * 1024 * 1024
 _MAX_SHOWN = 20
-_PREFIX = "language_model."
+PREFIX = "language_model."
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
 #: What layers beyond the last decoder layer hold in a multi-token-prediction module and in no decoder layer.
@@ -70,8 +70,12 @@ class Entry:
     shape: tuple[int, ...]
 
     @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -148,7 +152,7 @@ class Checkpoint(Mapping[str, Array]):
 
     A folder holds ``model.safetensors``, or shards and their ``*.safetensors.index.json``, or shards alone. Vision towers are
     left out, and so are the buffers of rotary embeddings. Opening raises one WeightError that names every missing, truncated
-    or damaged file, and every tensor on which index and shards disagree.
+    or damaged file, and every tensor on which index and shards disagree. ``files`` are those it consists of.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -168,6 +172,7 @@ class Checkpoint(Mapping[str, Array]):
             files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise WeightError(f"{self.path}: holds no safetensors file; expected model.safetensors, or shards with an index")
+        self.files = tuple(files)
         problems: list[str] = []
         found: dict[str, Entry] = {}
         for file in files:
@@ -192,9 +197,9 @@ class Checkpoint(Mapping[str, Array]):
         for key, entry in found.items():
             if key.startswith(_SKIPPED) or key.endswith("rotary_emb.inv_freq"):
                 continue
-            short = key.removeprefix(_PREFIX)
+            short = key.removeprefix(PREFIX)
             if short in self._entries:
-                problems.append(f"{entry.file.name}: {short} is there with and without the prefix {_PREFIX}")
+                problems.append(f"{entry.file.name}: {short} is there with and without the prefix {PREFIX}")
             self._entries[short] = entry
         _raise(problems)
 
@@ -214,7 +219,7 @@ class Checkpoint(Mapping[str, Array]):
         Raises WeightError for a missing key (so does ``get``) and for a scale that is NaN or infinite.
         """
         entry = self.entry(key)
-        dtype = DTYPES[entry.dtype]
+        dtype = entry.numpy_dtype
         if entry.nbytes == 0:
             return np.zeros(entry.shape, dtype)
         raw = np.memmap(entry.file, np.uint8, "r", entry.offset, (entry.nbytes,))
