@@ -1,0 +1,228 @@
+"""kdgen import: what is written, that it decodes to the same bits, and that nothing is written when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import write_model
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+from kdgen.backends.base import Backend
+from kdgen.cli import main
+from kdgen.config import load_config
+from kdgen.decode import decode_plain
+from kdgen.errors import WeightError
+from kdgen.model import open_engine, open_model
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute, Weight
+from kdgen.spec import Quantization, load_spec
+from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr
+from kdgen.weights.pack import packed_parts
+from kdgen.weights.packed import PackedFile
+from kdgen.weights.random import random_weights
+
+SMALL = load_spec("tiny").model_copy(update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64})
+INT4 = SMALL.model_copy(update={"quantization": Quantization(group_size=32)})
+FAMILIES = {"bf16": SMALL, "int4": INT4}
+
+
+def kdgen(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="kdgen")
+
+
+def refused(*arguments: str) -> str:
+    result = kdgen(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", INT4, random_weights(INT4, 5), shards=2)
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_file_is_the_packed_model(tmp_path: Path, family: str, compute: Compute) -> None:
+    spec = FAMILIES[family]
+    folder, out = write_model(tmp_path / "model", spec, random_weights(spec, 5)), tmp_path / "model.kdtr"
+    result = kdgen("import", str(folder), str(out), "--dtype", compute, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["schema"], report["dtype"], report["spec_sha256"]) == ("kdgen.import/1", compute, spec.sha256)
+    assert report["bytes"] == out.stat().st_size
+
+    packed = PackedFile(out)
+    assert packed.spec == spec.model_copy(update={"name": "model"})
+    assert packed.compute == compute
+    plan = build_plan(spec, compute)
+    packed.check(plan)
+    whole = safetensors.numpy.load_file(out)
+    weights = random_weights(spec, 5)
+    for weight in plan.weights:
+        for layer in range(*weight.layers) if weight.layers else (0,):
+            expected = b"".join(part.tobytes() for part in packed_parts(weight, layer, weights.__getitem__))
+            assert b"".join(part.tobytes() for part in packed.parts(weight, layer)) == expected
+            assert whole.pop(weight.device_name(layer)).tobytes() == expected
+    assert not whole
+    assert report["tensors"] == len(open_kdtr(out).tensors)
+
+
+def test_it_decodes_to_the_same_bits(tmp_path: Path, folder: Path, cpu_backend: Backend) -> None:
+    out = tmp_path / "model.kdtr"
+    assert kdgen("import", str(folder), str(out)).exit_code == 0
+    seen = []
+    for path in (folder, out):
+        engine = open_engine(open_model(path), 40, backend="cpu").engine
+        seen.append((decode_plain(engine, [1, 2, 3], 20).tokens, engine.logits(1).tobytes(), engine.cache_rows().tobytes()))
+    assert seen[0] == seen[1]
+
+
+def test_an_existing_file_needs_force(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "model.kdtr"
+    out.write_text("mine")
+    assert "is there already; --force replaces it" in refused("import", str(folder), str(out))
+    assert out.read_text() == "mine"
+    result = kdgen("import", str(folder), str(out), "--force")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{out}: ")
+    PackedFile(out)
+
+
+def test_places_that_will_not_do(tmp_path: Path, folder: Path) -> None:
+    assert "must be called something.kdtr" in refused("import", str(folder), str(tmp_path / "model.bin"))
+    assert "does not exist" in refused("import", str(folder), str(tmp_path / "no" / "model.kdtr"))
+    assert "there is no such model" in refused("import", str(tmp_path / "nothing"), str(tmp_path / "model.kdtr"))
+
+
+def left_over(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()} - {"model"}
+
+
+def test_damage_writes_nothing(tmp_path: Path) -> None:
+    tensors: dict[str, NDArray[Any]] = dict(random_weights(INT4, 5))
+    key = "model.layers.1.mlp.experts.1.down_proj.weight_scale"
+    tensors[key] = tensors[key].copy()
+    tensors[key][0, 0] = np.inf
+    folder, out = write_model(tmp_path / "model", INT4, tensors), tmp_path / "model.kdtr"
+    assert f"{key} holds scales that are NaN or infinite" in refused("import", str(folder), str(out))
+    del tensors[key]
+    write_model(folder, INT4, tensors)
+    assert f"tensor {key} [64, 4] is missing" in refused("import", str(folder), str(out))
+    os.truncate(folder / "model.safetensors", 5000)
+    assert "model.safetensors: is truncated" in refused("import", str(folder), str(out))
+    assert left_over(tmp_path) == set()
+
+
+def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "model.kdtr"
+
+    def interrupted(weight: Weight, layer: int, tensors: object) -> Iterator[NDArray[Any]]:
+        if weight.name == "o_proj":
+            raise KeyboardInterrupt
+        return packed_parts(weight, layer, tensors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kdgen.weights.pack.packed_parts", interrupted)
+    assert kdgen("import", str(folder), str(out)).exit_code == 130
+    monkeypatch.undo()
+    monkeypatch.setattr("kdgen.weights.stream.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    assert "needs 0.0 GB, and its disk has 0.0 GB left" in refused("import", str(folder), str(out))
+    monkeypatch.undo()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kdgen.weights.stream.os.fsync", full)
+    assert "cannot be written: No space left on device" in refused("import", str(folder), str(out))
+    assert left_over(tmp_path) == set()
+
+
+# ---- files that are no longer, or never were, what a plan reads -----------------------------------------------------------------
+
+
+def imported(tmp_path: Path, folder: Path) -> Path:
+    out = tmp_path / "model.kdtr"
+    assert kdgen("import", str(folder), str(out)).exit_code == 0
+    return out
+
+
+def rewritten(path: Path, metadata: KdtrMetadata, names: dict[str, str] | None = None) -> Path:
+    """The same tensors under other metadata, some renamed."""
+    opened = open_kdtr(path)
+    renamed = [TensorInfo((names or {}).get(info.name, info.name), info.dtype, info.shape) for info in opened.tensors]
+    tensors = [(new.name, opened[info.name].copy()) for new, info in zip(renamed, opened.tensors, strict=True)]
+    write_kdtr(path, renamed, tensors, metadata)
+    return path
+
+
+def generate(path: Path) -> str:
+    return refused("generate", "--model", str(path), "--prompt-ids", "1,2", "--backend", "cpu")
+
+
+def test_other_layouts_are_refused(tmp_path: Path, folder: Path) -> None:
+    out = imported(tmp_path, folder)
+    metadata = open_kdtr(out).metadata
+    layout = json.loads(metadata.layout)
+    older = KdtrMetadata(metadata.kind, metadata.spec, json.dumps(layout | {"version": 0}))
+    assert "packed for other layouts (version 0, now 1); `kdgen import` the model again" in generate(rewritten(out, older))
+    layout["weights"][-1]["gate_up_tile"] = 16
+    other = KdtrMetadata(metadata.kind, metadata.spec, json.dumps(layout))
+    assert "its list of weights is another" in generate(rewritten(out, other))
+    assert "its tensors are not those" in generate(rewritten(out, metadata, {"norm": "morn"}))
+
+
+def test_files_that_hold_something_else(tmp_path: Path, folder: Path) -> None:
+    out = imported(tmp_path, folder)
+    metadata = open_kdtr(out).metadata
+    assert "holds 'reference', not packed weights" in generate(rewritten(out, KdtrMetadata("reference", metadata.spec, metadata.layout)))
+    for spec, layout in (("[]", metadata.layout), (metadata.spec, "[]"), (metadata.spec, "{}"), (metadata.spec, '{"compute": "f64"}')):
+        assert "damaged .kdtr metadata" in generate(rewritten(out, KdtrMetadata("packed", spec, layout)))
+    broken = KdtrMetadata("packed", json.dumps(json.loads(metadata.spec) | {"hidden_size": -1}), metadata.layout)
+    assert "hidden_size = -1" in generate(rewritten(out, broken))
+    other = KdtrMetadata("packed", json.dumps(json.loads(metadata.spec) | {"vocab_size": 41}), metadata.layout)
+    assert "packed for other layouts" in generate(rewritten(out, other))
+    os.truncate(out, out.stat().st_size - 1)
+    assert "cut off" in generate(out)
+
+
+def test_another_compute_type_is_refused(tmp_path: Path, folder: Path) -> None:
+    out = imported(tmp_path, folder)
+    message = refused("generate", "--model", str(out), "--prompt-ids", "1,2", "--backend", "cpu", "--dtype", "f32")
+    assert "packed for --dtype bf16; import them again for f32" in message
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, folder: Path) -> None:
+    packed = PackedFile(imported(tmp_path, folder))
+    os.truncate(tmp_path / "model.kdtr", 20000)
+    weight = next(weight for weight in build_plan(load_config(folder)).weights if weight.name == "experts_down")
+    with pytest.raises(WeightError, match="was cut off while it was read"):
+        list(packed.parts(weight, 1))
+
+
+def test_memory_stays_far_below_the_model(tmp_path: Path) -> None:
+    """256 MB of weights, none larger than 17 MB: the process must not grow by half of that."""
+    spec = SMALL.model_copy(update={"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 160})
+    folder = write_model(tmp_path / "model", spec, random_weights(spec, 1), shards=3)
+    script = (
+        "import resource, sys\nfrom click.testing import CliRunner\nfrom kdgen.cli import main\n"
+        "import kdgen.weights.packed, kdgen.plan.build, kdgen.model, kdgen.cli.output\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "result = CliRunner().invoke(main, ['import', sys.argv[1], sys.argv[2]])\n"
+        "print(result.exit_code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder), str(tmp_path / "m.kdtr")], capture_output=True, text=True, check=True)
+    code, grown = map(int, done.stdout.split())
+    assert code == 0
+    assert (tmp_path / "m.kdtr").stat().st_size > 250e6
+    assert grown < 100, f"{grown} MiB"
