@@ -1,0 +1,297 @@
+"""kdgen generate and kdgen spec: what they print, drafts that change nothing, and damaged input, refused with one clear message."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_model
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+from kdgen import __version__
+from kdgen.backends.base import Backend
+from kdgen.cli import main
+from kdgen.cli.generate import DRAFTERS, read_prompt
+from kdgen.config import load_config
+from kdgen.errors import KdgenError
+from kdgen.reference.model import ReferenceModel
+from kdgen.spec import Quantization, Spec, load_spec, parse_spec
+from kdgen.weights.checkpoint import Checkpoint
+from kdgen.weights.random import random_weights
+
+SMALL = load_spec("tiny").model_copy(
+    update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64, "max_position_embeddings": 64}
+)
+INT4 = SMALL.model_copy(update={"quantization": Quantization(group_size=32)})
+PROMPT = (5, 17, 9)
+
+
+def kdgen(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="kdgen")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, cpu_backend: Backend) -> Path:
+    return write_model(tmp_path_factory.mktemp("generate") / "model", INT4, random_weights(INT4, 5), shards=2)
+
+
+def generate(model: Path | str, *options: str, prompt: str = "5,17,9") -> Result:
+    return kdgen("generate", "--model", str(model), "--prompt-ids", prompt, "--backend", "cpu", *options)
+
+
+def report(model: Path | str, *options: str, prompt: str = "5,17,9") -> dict[str, Any]:
+    result = generate(model, "--json", *options, prompt=prompt)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def refused(model: Path | str, *options: str, prompt: str = "5,17,9") -> str:
+    result = generate(model, *options, prompt=prompt)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# ---- what it prints ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_are_the_references(model: Path) -> None:
+    expected, _ = ReferenceModel(load_config(model), Checkpoint(model)).greedy(PROMPT, 12)
+    found = report(model, "--dtype", "f32", "--max-new-tokens", "12", "--ignore-eos")
+    assert found["tokens"] == expected
+    plain = generate(model, "--dtype", "f32", "--max-new-tokens", "12", "--ignore-eos")
+    assert plain.stdout == " ".join(map(str, expected)) + "\n"
+    assert "3 prompt tokens" in plain.stderr
+
+
+def test_json(model: Path) -> None:
+    found = report(model, "--draft", "replay", "--max-new-tokens", "9", "--budget", "5", "--block-size", "4", "--ignore-eos")
+    assert next(iter(found)) == "schema"
+    assert found["schema"] == "kdgen.generate/1"
+    assert found["spec"] == "model"
+    assert found["spec_sha256"] == INT4.sha256
+    assert (found["dtype"], found["backend"], found["draft"]) == ("bf16", "CPU emulator (plain)", "replay")
+    assert (found["prompt_tokens"], found["budget"], found["block_size"]) == (3, 5, 4)
+    assert found["acceptance_lengths"] == [4, 4]
+    assert found["target_forwards"] == 2
+    assert found["exact"] is None
+    assert set(found["timings"]) == {"build", "load", "prefill", "decode"}
+    assert all(seconds >= 0 for seconds in found["timings"].values())
+    assert found["versions"]["kdgen"] == __version__
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_no_draft_changes_anything(model: Path, draft: str, dtype: str) -> None:
+    options = ["--max-new-tokens", "14", "--dtype", dtype]
+    expected = report(model, *options)
+    found = report(model, *options, "--draft", draft, "--error-rate", "0.3", "--check-exact", "--chunk", "2")
+    assert found["tokens"] == expected["tokens"]
+    assert found["exact"] is True
+    assert sum(found["acceptance_lengths"]) >= (len(found["tokens"]) - 1 if draft != "none" else 0)
+
+
+def test_a_difference_is_a_finding(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kdgen.cli import generate as module
+
+    honest = module.decode_plain
+
+    def wrong(*arguments: Any) -> Any:
+        decoded = honest(*arguments)
+        arguments[0]._write("kv_cache", np.zeros(1, arguments[0].cache_rows().dtype))
+        return decoded
+
+    monkeypatch.setattr(module, "decode_plain", wrong)
+    result = generate(model, "--max-new-tokens", "4", "--draft", "ngram", "--check-exact")
+    assert result.exit_code == 1
+    assert "same tokens and cache bits as plain decoding: NO" in result.stderr
+
+
+def test_it_stops_at_the_end_of_sequence_token(tmp_path: Path, model: Path) -> None:
+    free = report(model, "--max-new-tokens", "12", "--ignore-eos")["tokens"]
+    stop = free[5]
+    spec = INT4.model_copy(update={"eos_token_id": (39, stop)})
+    other = write_model(tmp_path / "stops", spec, random_weights(INT4, 5))
+    expected = free[: free.index(stop) + 1]
+    for draft in ("none", "replay", "ngram"):
+        found = report(other, "--max-new-tokens", "12", "--draft", draft, "--check-exact")
+        assert (found["tokens"], found["stopped"], found["exact"]) == (expected, True, True)
+    found = report(other, "--max-new-tokens", "12", "--ignore-eos")
+    assert (found["tokens"], found["stopped"]) == (free, False)
+
+
+def test_made_up_weights(model: Path) -> None:
+    options = ("--random-weights", "--max-new-tokens", "5", "--seed", "3")
+    short = report("tiny", *options, "--layers", "2", "--draft", "replay", "--check-exact")
+    assert short["exact"] is True
+    assert short["tokens"] == report("tiny", *options, "--layers", "2")["tokens"]
+    assert short["tokens"] != report("tiny", *options, "--layers", "2", "--seed", "4")["tokens"]
+    by_config = report(model, *options)
+    assert by_config["tokens"] == report(model / "config.json", *options)["tokens"]
+
+
+def test_spec_prints_what_load_spec_reads(model: Path) -> None:
+    result = kdgen("spec", str(model))
+    assert result.exit_code == 0
+    assert parse_spec(result.stdout) == load_config(model)
+    assert kdgen("spec", str(model / "config.json")).stdout == result.stdout
+    missing = kdgen("spec", str(model / "nothing"))
+    assert (missing.exit_code, missing.stdout) == (2, "")
+
+
+# ---- prompts and contexts ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_from_a_file_and_with_blanks(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text("5, 17\n9\n")
+    options = ("--max-new-tokens", "4")
+    assert report(model, *options, prompt=f"@{file}")["tokens"] == report(model, *options)["tokens"]
+    assert read_prompt(" 0,\t39 ", 40) == (0, 39)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the prompt is empty"),
+        (" , ,", "the prompt is empty"),
+        ("1,x,2", "'x', id 2 of the prompt, is no integer"),
+        ("1.5", "'1.5', id 1 of the prompt, is no integer"),
+        ("1e3", "is no integer"),
+        ("٣", "is no integer"),
+        ("1,\x1b[31m", r"'\\x1b\[31m', id 2 of the prompt, is no integer"),
+        ("9" * 5000, "is no integer"),
+        ("1,40", "40, id 2 of the prompt, is outside the vocabulary of 40"),
+        ("-1", "-1, id 1 of the prompt, is outside the vocabulary of 40"),
+        ("@/nowhere/ids.txt", "/nowhere/ids.txt: cannot be read: No such file or directory"),
+        ("@", "cannot be read"),
+    ],
+)
+def test_prompts_that_are_none(text: str, reason: str) -> None:
+    with pytest.raises(KdgenError, match=reason) as error:
+        read_prompt(text, 40)
+    assert len(str(error.value)) < 200
+
+
+def test_prompt_errors_end_the_command(tmp_path: Path, model: Path) -> None:
+    assert refused(model, prompt="1,40") == "kdgen: error: --prompt-ids: 40, id 2 of the prompt, is outside the vocabulary of 40\n"
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    assert "is no text file" in refused(model, prompt=f"@{binary}")
+
+
+def test_contexts(model: Path) -> None:
+    long = ",".join(["1"] * 64)
+    assert "leaves no room in a context of 64: the model has no more positions" in refused(model, prompt=long)
+    assert "a prompt of 3 tokens leaves no room in a context of 3: raise --context" in refused(model, "--context", "3")
+    assert "exceeds max_position_embeddings 64" in refused(model, "--context", "65")
+    cut = generate(model, "--context", "10", "--max-new-tokens", "20", "--ignore-eos")
+    assert cut.exit_code == 0
+    assert len(cut.stdout.split()) == 7
+    assert "holds 7 new tokens after this prompt, not 20" in cut.stderr
+    full = report(model, "--max-new-tokens", "3", "--draft", "random", "--check-exact", prompt=",".join(["1"] * 61))
+    assert full["exact"] is True
+
+
+def test_options_that_make_no_sense(model: Path) -> None:
+    assert "add --random-weights" in refused(model, "--layers", "1")
+    assert "2 layers and cannot be cut to 9" in refused(model, "--random-weights", "--layers", "9")
+    for option, value in (("--budget", "64"), ("--block-size", "17"), ("--max-new-tokens", "0"), ("--draft", "oracle"), ("--chunk", "65")):
+        assert option in refused(model, option, value)
+
+
+# ---- damaged models -----------------------------------------------------------------------------------------------------------
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def edit_index(folder: Path) -> None:
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["lm_head.weight"] = "../../somewhere.safetensors"
+    file.write_text(json.dumps(index))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model-00002-of-00002.safetensors", 12345)
+
+
+def edit_tensors(edit: Callable[[dict[str, NDArray[Any]]], None]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors: dict[str, NDArray[Any]] = dict(random_weights(INT4, 5))
+        edit(tensors)
+        write_model(folder, INT4, tensors, shards=2)
+
+    return change
+
+
+def nan_scale(tensors: dict[str, NDArray[Any]]) -> None:
+    key = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
+    tensors[key] = tensors[key].copy()
+    tensors[key][0, 0] = np.nan
+
+
+def wrong_shape(tensors: dict[str, NDArray[Any]]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+
+
+def wrong_type(tensors: dict[str, NDArray[Any]]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json: file: cannot be read: No such file or directory"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+        (edit_config(model_type="llama"), "model_type = 'llama': not supported; supported are deepseek_v3"),
+        (edit_config(hidden_size=128), "embed_tokens.weight has shape [40, 64], the config says [40, 128]"),
+        (edit_config(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight [64] is missing"),
+        (edit_config(quantization_config=None), "tensor model.layers.1.mlp.experts.0.gate_proj.weight [128, 64] is missing"),
+        (truncate, "model-00002-of-00002.safetensors: is truncated"),
+        (lambda folder: (folder / "model-00001-of-00002.safetensors").unlink(), "model-00001-of-00002.safetensors: missing"),
+        (edit_index, "points outside its folder: '../../somewhere.safetensors'"),
+        (edit_tensors(lambda t: t.pop("model.norm.weight") is None), "tensor model.norm.weight [64] is missing"),
+        (edit_tensors(lambda t: t.update(extra=np.zeros(2, np.float32))), "tensor extra [2] is not part of this model"),
+        (edit_tensors(wrong_shape), "model.norm.weight has shape [63], the config says [64]"),
+        (edit_tensors(wrong_type), "lm_head.weight is stored as F16, expected BF16"),
+        (edit_tensors(nan_scale), "experts.0.up_proj.weight_scale holds scales that are NaN or infinite"),
+    ],
+)
+def test_damaged_models(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    folder = write_model(tmp_path / "model", INT4, random_weights(INT4, 5), shards=2)
+    damage(folder)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    message = refused(folder)
+    assert said in message
+    assert message.startswith("kdgen: error: ")
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_things_that_are_no_model(tmp_path: Path) -> None:
+    assert "there is no such model" in refused(tmp_path / "nothing")
+    assert "describes a model and has no weights: add --random-weights" in refused(Path("specs/tiny.yaml").resolve())
+    text = tmp_path / "model.kdtr"
+    text.write_text("nothing of the kind")
+    assert "not a safetensors file" in refused(text)
+    assert "holds no safetensors file" in refused(write_config_alone(tmp_path / "bare", SMALL))
+
+
+def write_config_alone(folder: Path, spec: Spec) -> Path:
+    write_model(folder, spec, {})
+    (folder / "model.safetensors").unlink()
+    return folder
