@@ -16,9 +16,11 @@ from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, 
 Array = NDArray[Any]
 
 CHECKS: Registry = {}
-#: Choice scores of one row that float64 separates by less than this, of the row's largest, are drawn again: float32 may order them
-#: either way. Equal scores are kept, for those the rule is the lowest index.
+#: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
+#: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
+#: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so fewer near ties.
+GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 
 
 @for_template(CHECKS, ["router_topk.cu.j2"])
@@ -48,38 +50,35 @@ def _router_row(bench: Bench, row: int, bias: Array | None) -> Array:
     p = bench.p
     if row == 0:
         return np.zeros(p.experts, np.float32)
-    for attempt in range(1000):
-        if row == 1:
-            logits = (bench.rng.integers(-1, 2, p.experts) * 40).astype(np.float32)
-        else:
-            step = 0.25 if attempt % 2 else 1 / 16
-            logits = (bench.rng.integers(-24, 25, p.experts) * step).astype(np.float32)
+    for attempt in range(400):
+        step, most = (40, 1) if row == 1 else GRIDS[attempt // 100 if attempt >= 100 else attempt % 2]
+        logits = (bench.rng.integers(-most, most + 1, p.experts) * step).astype(np.float32)
         if not _near_ties(p, logits, bias):
             return np.asarray(logits)
-    raise AssertionError("no row without near ties")  # pragma: no cover - a coarse grid has few distinct scores
+    return np.zeros(p.experts, np.float32)
 
 
 def _near_ties(p: Any, logits: Array, bias: Array | None) -> bool:
     scores = ops.softmax(logits) if p.softmax else ops.sigmoid(logits)
     choice = scores if bias is None else scores + bias
-    if _near(choice):
+    # scores are exact to so many digits; with a bias, which cancels some of them, so are sums to so many of the largest
+    floor = 0.0 if bias is None else float(np.abs(choice).max())
+    if _near(choice, np.arange(len(choice)), floor):
         return True
     if p.groups == 1:
         return False
-    best = -np.sort(-choice.reshape(p.groups, -1), axis=1)
-    # scores of groups whose two parts differ may be equal in one precision alone, so only sums of the same parts may tie
-    sums = best[:, :2].sum(axis=1) if p.group_top2 else best[:, 0]
-    parts = best[:, :2] if p.group_top2 else best[:, :1]
-    order = np.argsort(sums)
-    gaps = np.diff(sums[order])
-    same = (np.diff(parts[order], axis=0) == 0).all(axis=1)
-    return bool(((gaps < NEAR * np.abs(choice).max()) & ~same).any())
+    best = -np.sort(-choice.reshape(p.groups, -1), axis=1)[:, : 2 if p.group_top2 else 1]
+    # sums of different parts may be equal in one precision alone: only those of the same parts may tie
+    _, parts = np.unique(best, axis=0, return_inverse=True)
+    return _near(best.sum(axis=1), parts.reshape(-1), floor, ties=False)
 
 
-def _near(values: Array) -> bool:
-    """Whether two values are closer than float32 can order, yet not equal."""
-    gaps = np.diff(np.sort(values))
-    return bool(((gaps > 0) & (gaps < NEAR * np.abs(values).max())).any())
+def _near(values: Array, kinds: Array, floor: float, ties: bool = True) -> bool:
+    """Whether float32 might order two values of different kinds otherwise than float64. ``ties``: equal ones are safe."""
+    order = np.argsort(values)
+    v, k = values[order], kinds[order]
+    close = np.diff(v) <= NEAR * np.maximum(np.maximum(np.abs(v[1:]), np.abs(v[:-1])), floor)
+    return bool((close & (k[1:] != k[:-1]) & ((np.diff(v) > 0) | (not ties))).any())
 
 
 def sorted_by_expert(topk: Array, experts: int) -> tuple[Array, Array, Array, Array]:
