@@ -19,7 +19,8 @@ CHECKS: Registry = {}
 #: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
 #: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
-#: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so fewer near ties.
+#: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
+#: near ones.
 GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 
 
@@ -27,7 +28,7 @@ GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 def check_router_topk(bench: Bench) -> None:
     """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
     p, most = bench.p, max(bench.tokens)
-    bias = (bench.rng.integers(-2, 3, p.experts) / 8).astype(np.float32) if p.has_bias else None
+    bias = (bench.rng.integers(-1, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
     logits = np.stack([_router_row(bench, row, bias) for row in range(most)])
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
@@ -46,12 +47,14 @@ def check_router_topk(bench: Bench) -> None:
 
 
 def _router_row(bench: Bench, row: int, bias: Array | None) -> Array:
-    """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate."""
+    """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate. The others take
+    turns at the grids, or where those give near ties at the next coarser one.
+    """
     p = bench.p
     if row == 0:
         return np.zeros(p.experts, np.float32)
     for attempt in range(400):
-        step, most = (40, 1) if row == 1 else GRIDS[attempt // 100 if attempt >= 100 else attempt % 2]
+        step, most = (40, 1) if row == 1 else GRIDS[min(row % len(GRIDS) + attempt // 100, len(GRIDS) - 1)]
         logits = (bench.rng.integers(-most, most + 1, p.experts) * step).astype(np.float32)
         if not _near_ties(p, logits, bias):
             return np.asarray(logits)
