@@ -6,13 +6,14 @@ size grids, and reads results after a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Source
 from kdgen.drafters.base import DraftLogits, Proposal
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
@@ -20,7 +21,7 @@ from kdgen.render import render
 from kdgen.rope import rope_tables
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec
-from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors
+from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors, numpy_dtype
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Draft:
     budget: int
 
 
+def _grid(step: _Step, tokens: int, context: int, sequences: int) -> tuple[int, int, int]:
+    x, y, z = (extent.value(tokens, context, sequences) for extent in step.grid)
+    return x, y, z
+
+
 class Engine:
     """One model on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
 
@@ -75,6 +81,8 @@ class Engine:
         for name, table in zip(("cos_table", "sin_table"), rope_tables(spec, plan.limits.capacity), strict=True):
             self._write(name, table)
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
+        self._seen: set[tuple[str, int, int, int]] = set()
+        self._replays: dict[tuple[str, int, int, int], Replay] = {}
         self._lengths = [0] * plan.limits.max_sequences
         zeros = np.zeros(plan.limits.max_sequences, np.int32)
         self._write("root_token", zeros)
@@ -163,6 +171,24 @@ class Engine:
             done.append(Verified(tuple(int(t) for t in tokens[place, :count]), root, rows))
         return tuple(done)
 
+    def fill(self, length: int, seed: int = 0) -> None:
+        """Commit ``length`` made-up cache rows of every layer to sequence 0, whose next token is then token 0: for measurements."""
+        shape = self._buffers["kv_cache"].shape
+        rows = (
+            np.random.default_rng(seed)
+            .standard_normal((length, shape[-1]), np.float32)
+            .astype(numpy_dtype(self._buffers["kv_cache"].dtype))
+        )
+        for layer in range(shape[0]):
+            self.backend.write(self._buffers["kv_cache"], rows, layer * math.prod(shape[1:]))
+        self.backend.write(self._buffers["root_token"], np.zeros(1, np.int32))
+        self.fill_length(length)
+
+    def fill_length(self, length: int) -> None:
+        """Set sequence 0 back to ``length`` of the rows that ``fill`` made."""
+        self.backend.write(self._buffers["sequence_length"], np.array([length], np.int32))
+        self._lengths[0] = length
+
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, buffer: str) -> NDArray[np.generic]:
@@ -242,11 +268,27 @@ class Engine:
             self._run("draft_top_k", logit_rows, [draft.sequence for draft in drafts])
         self._write("draft_shape", shape)
 
+    def launches(self, program: str, tokens: int, context: int, sequences: int = 1) -> tuple[Launch, ...]:
+        """A program's launches for steps of at most ``tokens`` rows that see at most ``context`` keys."""
+        return tuple(
+            Launch(step.kernel, _grid(step, tokens, context, sequences), step.block, step.smem, step.args)
+            for step in self._programs[program]
+        )
+
     def _run(self, program: str, tokens: int, sequences: Sequence[int]) -> None:
-        context = max(self._lengths[sequence] for sequence in sequences) + tokens
-        for step in self._programs[program]:
-            x, y, z = (extent.value(tokens, context, len(sequences)) for extent in step.grid)
-            self.backend.launch(step.kernel, (x, y, z), step.block, step.smem, step.args)
+        """Start a program. A step of a kind seen before is recorded, so that from then on the host starts it with one call."""
+        unit = self.backend.context_step
+        context = -(-(max(self._lengths[sequence] for sequence in sequences) + tokens) // unit) * unit
+        kind = (program, tokens, context, len(sequences))
+        if kind not in self._replays:
+            launches = self.launches(*kind)
+            if kind not in self._seen:
+                self._seen.add(kind)
+                for each in launches:
+                    self.backend.launch(each.kernel, each.grid, each.block, each.smem, each.args)
+                return
+            self._replays[kind] = self.backend.record(launches)
+        self._replays[kind]()
 
     def _resolve(self, program: Program) -> tuple[_Step, ...]:
         kernels = {k.name: k for k in self.plan.kernels}

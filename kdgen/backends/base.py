@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,11 +48,27 @@ class Pointer:
 Argument = Pointer | int  #: an ``int`` is passed as int32
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A loaded kernel with everything a launch needs. ``args`` hold device addresses, so their arrays must stay allocated."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    smem: int
+    args: tuple[Argument, ...]
+
+
+Replay = Callable[[], None]  #: starts the launches it was recorded from, in order
+
+
 class Backend(ABC):
     """One device. Launches are ordered with respect to each other and to copies; ``to_host`` waits for them."""
 
     name: str
     description: str  #: the device in words, for reports
+    #: Contexts are rounded up to whole steps where grids are recorded, so that one record serves many lengths.
+    context_step: int = 1
 
     @abstractmethod
     def load(self, sources: Sequence[Source]) -> None:
@@ -80,6 +96,16 @@ class Backend(ABC):
     @abstractmethod
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
         """Start a loaded kernel. Raises BackendError naming the kernel when the launch is refused or (CPU) the kernel misbehaves."""
+
+    def record(self, launches: Sequence[Launch]) -> Replay:
+        """The launches as one unit that can be started many times. Raises BackendError as ``launch`` does."""
+        recorded = tuple(launches)
+
+        def replay() -> None:
+            for each in recorded:
+                self.launch(each.kernel, each.grid, each.block, each.smem, each.args)
+
+        return replay
 
     @abstractmethod
     def synchronize(self) -> None:

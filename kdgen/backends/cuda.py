@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Source
 from kdgen.cache import Cache
 from kdgen.compile import Cubin, compile_all
 from kdgen.errors import BackendError
@@ -29,7 +29,8 @@ from kdgen.resources import templates_dir
 from kdgen.target import arch_of_device
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel
+    from cuda.core import Kernel, Stream
+    from cuda.core.graph import GraphBuilder
 
 #: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
 OLDEST_DRIVER = 13000
@@ -100,6 +101,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    context_step = 1024
 
     def __init__(self, cache: Cache | None = None) -> None:
         gpu = find_gpu()
@@ -173,20 +175,52 @@ class CudaBackend(Backend):
             self._numba.current_context().memory_manager.deallocations.clear()  # numba would otherwise keep a few frees for later
 
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
+        with self._reporting(f"launching kernel {kernel} with grid {grid}, {block} threads and {smem} bytes of shared memory"):
+            self._start(self._launch_stream, Launch(kernel, grid, block, smem, tuple(args)))
+        self._unfinished[kernel] = None
+
+    def _start(self, where: Stream | GraphBuilder, each: Launch) -> None:
         from cuda.core import LaunchConfig, launch
 
-        loaded = self._kernels.get(kernel)
+        loaded = self._kernels.get(each.kernel)
         if loaded is None:
-            raise BackendError(f"kernel {kernel} is not loaded")
-        cubin = self.cubins[kernel]
-        if smem > cubin.dynamic_smem:
-            raise BackendError(f"kernel {kernel}: {smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
-        if len(args) != loaded.num_arguments:
-            raise BackendError(f"kernel {kernel}: {len(args)} arguments, {loaded.num_arguments} expected")
-        with self._reporting(f"launching kernel {kernel} with grid {grid}, {block} threads and {smem} bytes of shared memory"):
-            config = LaunchConfig(grid=grid, block=block, shmem_size=smem)
-            launch(self._launch_stream, config, loaded, *map(_scalar, args))
-        self._unfinished[kernel] = None
+            raise BackendError(f"kernel {each.kernel} is not loaded")
+        cubin = self.cubins[each.kernel]
+        if each.smem > cubin.dynamic_smem:
+            raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
+        if len(each.args) != loaded.num_arguments:
+            raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
+        launch(where, LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem), loaded, *map(_scalar, each.args))
+
+    def record(self, launches: Sequence[Launch]) -> Replay:
+        """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""
+        names = ", ".join(dict.fromkeys(each.kernel for each in launches))
+        with self._reporting(f"recording kernels {names}"):
+            builder = self._launch_stream.create_graph_builder()
+            builder.begin_building()
+            for each in launches:
+                self._start(builder, each)
+            graph = builder.end_building().complete()
+            graph.upload(self._launch_stream)
+
+        def replay() -> None:
+            with self._reporting(f"starting the recorded kernels {names}"):
+                graph.launch(self._launch_stream)
+            self._unfinished[names] = None
+
+        return replay
+
+    def timer(self) -> Callable[[], float]:
+        """Start a stopwatch in the stream; calling the value waits for the GPU and gives the seconds between."""
+        start, end = self._numba.event(), self._numba.event()
+        start.record(self._stream)
+
+        def stop() -> float:
+            end.record(self._stream)
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+        return stop
 
     def synchronize(self) -> None:
         launched, self._unfinished = ", ".join(self._unfinished) or "none", {}
@@ -217,6 +251,8 @@ class CudaBackend(Backend):
         # numba raises CudaAPIError, cuda.core a CUDAError that no public module names, both for whatever failed before, too
         try:
             yield
+        except BackendError:
+            raise
         except Exception as error:
             raise BackendError(f"{doing}: {error}") from error
 

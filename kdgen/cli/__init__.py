@@ -30,6 +30,7 @@ class LazyGroup(click.Group):
         ("import", "Pack a published model into one .kdtr file that loads as it is."),
         ("quantize", "Round a model's routed experts to INT4, in the published format."),
         ("spec", "Print the spec of a published model as YAML."),
+        ("bench", "Time kernels and steps on a GPU against the physical floor."),
         ("inspect", "Show what a .kdtr or .safetensors file holds."),
         ("doctor", "Report versions, compilers, GPU and cache, for bug reports."),
         ("cache", "Show or clear the cache of compiled kernels."),

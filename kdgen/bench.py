@@ -1,0 +1,174 @@
+"""Time a model's kernels and steps on a GPU and hold them against the physical floor.
+
+The floor of a kernel is the bytes it must move over the read bandwidth that this GPU shows in the same run. Weights rotate through
+the layers, so that they come from memory and not from a cache; times are medians over replays of recorded graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kdgen.backends.base import Launch, Pointer, Source
+from kdgen.backends.cuda import CudaBackend
+from kdgen.drafters.base import Candidates
+from kdgen.engine import Engine
+from kdgen.errors import KdgenError
+from kdgen.plan.ir import MAX_PATH, Kernel
+from kdgen.resources import templates_dir
+
+READ_MEGABYTES = 4096
+REPLAYS = 15
+LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
+#: Kernels that change what later steps depend on; they are timed inside steps only.
+STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows"})
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel in steps of ``rows`` token rows: microseconds a launch, and the floor that its bytes set."""
+
+    kernel: str
+    rows: int
+    launches: int  #: in one step
+    microseconds: float
+    floor_microseconds: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A whole step. ``floor_microseconds`` counts the weights and cache rows that it must read; ``experts`` distinct ones, all layers."""
+
+    program: str
+    rows: int
+    context: int
+    microseconds: float
+    floor_microseconds: float
+    experts: int
+    kernels: tuple[KernelTime, ...]
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    spec: str
+    compute: str
+    layers: int
+    backend: str
+    read_bytes_per_second: float
+    steps: tuple[StepTime, ...]
+
+
+def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
+    """Decode and verify steps of ``engine``. Its context must have room for the longest and its steps.
+
+    Raises KdgenError when the engine does not run on a GPU: emulated times say nothing.
+    """
+    backend = engine.backend
+    if not isinstance(backend, CudaBackend):
+        raise KdgenError("a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels")
+    say("read bandwidth")
+    bandwidth = read_bandwidth(backend)
+    steps = []
+    for context in contexts:
+        for rows in nodes:
+            say(f"{rows} rows at context {context}")
+            steps.append(_step(engine, backend, context, rows, bandwidth, kernels))
+    spec = engine.spec
+    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps))
+
+
+def read_bandwidth(backend: CudaBackend) -> float:
+    """Bytes a second that a kernel which only reads gets from memory."""
+    text = (templates_dir() / "bench" / "read_bandwidth.cu").read_text()
+    backend.load([Source("read_bandwidth", text, 512, 0)])
+    data, sink = backend.empty((READ_MEGABYTES * 2**20,), "u8"), backend.empty((1,), "i32")
+    blocks = backend.gpu.multiprocessors * 4
+    seconds = _median(backend, [Launch("read_bandwidth", (blocks, 1, 1), 512, 0, (Pointer(data), READ_MEGABYTES, Pointer(sink)))])
+    backend.free(data)
+    backend.free(sink)
+    return READ_MEGABYTES * 2**20 / seconds
+
+
+def _median(backend: CudaBackend, launches: Sequence[Launch], between: Callable[[], None] | None = None) -> float:
+    """Seconds of one replay of ``launches``; ``between`` restores state before each."""
+    replay = backend.record(launches)
+    times = []
+    for i in range(REPLAYS + 2):
+        if between:
+            between()
+        stop = backend.timer()
+        replay()
+        seconds = stop()
+        if i >= 2:  # the first ones warm up
+            times.append(seconds)
+    return statistics.median(times)
+
+
+def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwidth: float, kernels: bool) -> StepTime:
+    program = "decode" if rows == 1 else "verify"
+    engine.fill(context)
+    if rows > 1:
+        engine.verify(_wide_draft(engine, rows), rows - 1)
+        engine.fill(context)
+    launches = engine.launches(program, rows, context + rows)
+    experts = _experts_hit(engine, backend, launches)
+    engine.fill(context)
+    seconds = _median(backend, launches, lambda: engine.fill_length(context))
+    times = []
+    if kernels:
+        active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
+        for kernel in engine.plan.kernels:
+            mine = [each for each in launches if each.kernel == kernel.name]
+            if mine and kernel.name not in STATEFUL:
+                many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
+                once = _median(backend, many) / len(many)
+                floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
+                times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
+    floor = _step_bytes(engine, rows, context, experts) / bandwidth
+    return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, tuple(times))
+
+
+def _wide_draft(engine: Engine, rows: int) -> Candidates:
+    """Random candidates whose tree has ``rows`` nodes, root included."""
+    rng = np.random.default_rng(0)
+    depths, width = MAX_PATH // 2 - 1, max(8, rows // 4)
+    tokens = np.stack([rng.choice(engine.spec.vocab_size, width, replace=False) for _ in range(depths)]).astype(np.int32)
+    log_probs = -np.sort(rng.exponential(1.0, (depths, width)).astype(np.float32), axis=1)
+    return Candidates(tokens, log_probs)
+
+
+def _experts_hit(engine: Engine, backend: CudaBackend, launches: Sequence[Launch]) -> int:
+    """Distinct experts of a step, summed over the layers."""
+    hit = 0
+    for each in launches:
+        backend.launch(each.kernel, each.grid, each.block, each.smem, each.args)
+        if each.kernel == "moe_sort":
+            hit += int(engine.read("num_active")[0])
+    return hit
+
+
+def _kernel_bytes(engine: Engine, kernel: Kernel, rows: int, context: int, active: int) -> int:
+    cost = kernel.cost
+    if kernel.name == "mla_attention":  # a tree's rows share the cache rows below them
+        return cost.bytes_per_token * (context + rows)
+    fixed = cost.bytes_fixed
+    if kernel.name.startswith("experts_"):
+        fixed = fixed * active // engine.spec.num_experts_per_tok
+    return fixed + cost.bytes_per_token * rows
+
+
+def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
+    """Weights read once (of experts those hit), one embedding row a token, and the cache."""
+    plan, spec = engine.plan, engine.spec
+    total = spec.num_hidden_layers * spec.cache_row_dim * (2 if plan.compute == "bf16" else 4) * (context + rows)
+    for weight in plan.weights:
+        if weight.name == "embed_tokens":
+            total += weight.stored_bytes // spec.vocab_size * rows
+        elif weight.name.startswith("experts_"):
+            total += weight.stored_bytes // weight.logical[0] * experts
+        else:
+            total += weight.total_bytes
+    return total
