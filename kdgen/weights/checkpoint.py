@@ -147,6 +147,12 @@ def _inside(name: str) -> bool:
     return bool(name) and not re.search(r"[\\:\0]", name) and ".." not in PurePosixPath(name).parts
 
 
+def _finite(values: Array) -> bool:
+    if values.dtype == DTYPES["BF16"]:  # without widening: the exponent of NaN and infinity is all ones
+        return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
+    return bool(np.isfinite(values.astype(np.float32)).all())
+
+
 class Checkpoint(Mapping[str, Array]):
     """The tensors of a published model folder (or of one ``.safetensors`` file) by key, without a ``language_model.`` prefix.
 
@@ -226,7 +232,7 @@ class Checkpoint(Mapping[str, Array]):
         array = np.ndarray(entry.shape, dtype, raw)
         if not array.flags.aligned:  # a header whose length is no multiple of the item size
             array = array.copy()
-        if key.endswith(".weight_scale") and not np.isfinite(array.astype(np.float32)).all():
+        if key.endswith(".weight_scale") and not _finite(array):
             raise WeightError(f"{entry.file.name}: {key} holds scales that are NaN or infinite")
         return array
 

@@ -151,10 +151,15 @@ def _expert(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
 
 
 def _int4_expert(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
-    words, scales = (
-        _stack(weight, [tensors(f"{source}_{part}") for source in sources]).rows(0, weight.logical[1]) for part in ("packed", "scale")
-    )
-    return (pack_int4_mma_a if weight.layout == "int4_mma_a" else pack_int4_k_major)(words, scales, weight.group_size)
+    words, scales = ([tensors(f"{source}_{part}") for source in sources] for part in ("packed", "scale"))
+    _, rows, cols = weight.logical
+    if weight.layout == "int4_mma_a" and weight.gate_up_tile == 8 and rows % 16 == 0 and cols % 64 == 0:
+        # 8 gate rows, then 8 up rows: the two halves of a tile, where they lie
+        gate, up = (array.view(np.uint32).reshape(rows // 16, 8, -1) for array in words)
+        gate_scales, up_scales = (_scale_pairs(array, weight.group_size).reshape(rows // 16, 8, -1) for array in scales)
+        return _int4_tiles(gate, up, gate_scales, up_scales)
+    pack = pack_int4_mma_a if weight.layout == "int4_mma_a" else pack_int4_k_major
+    return pack(_stack(weight, words).rows(0, rows), _stack(weight, scales).rows(0, rows), weight.group_size)
 
 
 def _whole(weight: Weight, matrix: Array) -> Array:
@@ -217,44 +222,64 @@ def pack_int4_mma_a(words: Array, scales: Array, group_size: int) -> NDArray[np.
     """
     rows, width = words.shape
     tiles, steps = -(-rows // 16), -(-width // 8)
-    q = _padded(words.view(np.uint32), (tiles * 16, steps * 8), 0x88888888)
-    s = _padded(np.repeat(scales.view(np.uint16), group_size // 32, axis=1), (tiles * 16, steps * 2), 0)
-    # row = 8 * high + g, input = 64 * step + 32 * half + 8 * t + 4 * word + 2 * pair + odd
-    published = q.view(np.uint32).reshape(tiles, 2, 8, steps, 2, 4)
-    by_row = s.view(np.uint32).reshape(tiles, 2, 8, steps)
+    q = _padded(words.view(np.uint32), (tiles * 16, steps * 8), 0x88888888).reshape(tiles, 2, 8, -1)
+    s = _padded(_scale_pairs(scales, group_size), (tiles * 16, steps), 0).reshape(tiles, 2, 8, -1)
+    return _int4_tiles(q[:, 0], q[:, 1], s[:, 0], s[:, 1])
+
+
+def _scale_pairs(scales: Array, group_size: int) -> Array:
+    """bf16 scales [rows, groups] to two a word, one a group of 32: uint32 [rows, steps of 64 inputs]."""
+    bits = scales.view(np.uint16)
+    if group_size > 32:
+        bits = np.repeat(bits, group_size // 32, axis=1)
+    if bits.shape[1] % 2:
+        bits = np.pad(bits, ((0, 0), (0, 1)))
+    return np.ascontiguousarray(bits).view(np.uint32)
+
+
+def _int4_tiles(low: Array, high: Array, low_scales: Array, high_scales: Array) -> NDArray[np.uint8]:
+    """Rows 0-7 and 8-15 of every tile: words [tiles, 8, cols / 8] and scale pairs [tiles, 8, steps], uint32, to packed tiles."""
+    tiles, _, width = low.shape
+    steps = width // 8
     packed = np.empty((tiles, steps, 576), np.uint8)
     groups = packed.view("V64")  # what the 4 lanes of a row pair hold, 8 times, then the scales
-    block = max(1, 2 * _CACHE_BYTES // (width * 64))
-    lanes = np.empty((min(block, tiles), 8, steps, 4, 2, 2), np.uint32)  # [tile][g][step][t][half][word]
+    block = min(tiles, max(1, _CACHE_BYTES // (width * 32)))
+    scratch = np.empty((3, block, 8, width), np.uint32)
+    lanes = np.empty((block, 8, steps, 4, 2, 2), np.uint32)  # [tile][g][step][t][half][word]
+    pairs = np.empty((block, 8, steps, 2), np.uint32)
     for at in range(0, tiles, block):
-        first, second = _fragment_words(published[at : at + block, 0], published[at : at + block, 1])
-        filled = lanes[: len(first)]
+        count = min(block, tiles - at)
+        # input = 64 * step + 32 * half + 8 * t + 4 * word + 2 * pair + odd
+        first, second = _fragment_words(low[at : at + count], high[at : at + count], scratch[:, :count])
         for half in range(2):
-            filled[..., half, 0] = first[..., half, :]
-            filled[..., half, 1] = second[..., half, :]
-        groups[at : at + block, :, :8] = filled.reshape(-1, 8, steps, 16).view("V64")[..., 0].swapaxes(1, 2)
-        row_scales = packed[at : at + block, :, 512:].view(np.uint32)
-        row_scales.reshape(len(first), steps, 8, 2)[...] = by_row[at : at + block].transpose(0, 3, 2, 1)
+            lanes[:count, ..., half, 0] = first.reshape(count, 8, steps, 2, 4)[..., half, :]
+            lanes[:count, ..., half, 1] = second.reshape(count, 8, steps, 2, 4)[..., half, :]
+        groups[at : at + count, :, :8] = lanes[:count].reshape(count, 8, steps, 16).view("V64")[..., 0].swapaxes(1, 2)
+        pairs[:count, ..., 0] = low_scales[at : at + count]
+        pairs[:count, ..., 1] = high_scales[at : at + count]
+        packed[at : at + count, :, 512:].view(np.uint64)[...] = pairs[:count].view(np.uint64)[..., 0].swapaxes(1, 2)
     return packed.reshape(-1)
 
 
-def _fragment_words(low_rows: NDArray[np.uint32], high_rows: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Published words of rows g and g + 8 to the lane's two words for inputs 0-3 and 4-7 of them."""
-    u32 = np.uint32
-    even, scratch = low_rows & u32(0x0F0F0F0F), high_rows & u32(0x0F0F0F0F)
-    scratch <<= u32(4)
-    even |= scratch  # inputs 0, 2, 4, 6, at bits 0, 8, 16, 24, rows g + 8 four bits higher
-    odd = low_rows >> u32(4)
-    odd &= u32(0x0F0F0F0F)
-    np.bitwise_and(high_rows, u32(0xF0F0F0F0), out=scratch)
-    odd |= scratch
-    first = odd << u32(16)
-    np.bitwise_and(even, u32(0xFFFF), out=scratch)
-    first |= scratch
-    odd &= u32(0xFFFF0000)
-    even >>= u32(16)
-    odd |= even
-    return first, odd
+def _fragment_words(low: Array, high: Array, scratch: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Published words of rows g and g + 8 to a lane's words for inputs 0-3 and for 4-7 of them, made in ``scratch`` [3, …].
+
+    Two exchanges of bits: odd nibbles of the low rows with even ones of the high rows, then halves of the two words.
+    """
+    first, second, moved = scratch
+    np.right_shift(low, 4, out=moved)
+    moved ^= high
+    moved &= np.uint32(0x0F0F0F0F)
+    np.bitwise_xor(high, moved, out=second)  # inputs 1, 3, 5, 7, at bits 0, 8, 16, 24, high rows four bits higher
+    moved <<= np.uint32(4)
+    np.bitwise_xor(low, moved, out=first)  # inputs 0, 2, 4, 6
+    np.right_shift(first, 16, out=moved)
+    moved ^= second
+    moved &= np.uint32(0xFFFF)
+    second ^= moved
+    moved <<= np.uint32(16)
+    first ^= moved
+    return first, second
 
 
 def _padded(values: Array, shape: tuple[int, int], fill: int) -> Array:
