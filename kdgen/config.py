@@ -41,14 +41,17 @@ HARMLESS = _keys(
     "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size ep_size",
     "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index",
     "initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size",
-    "num_beam_groups num_beams num_nextn_predict_layers num_return_sequences output_attentions output_hidden_states",
+    "num_beam_groups num_beams num_mtp_layers num_nextn_predict_layers num_return_sequences output_attentions output_hidden_states",
     "output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values",
     "repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id seq_aux",
     "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript",
     "transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache",
 )
 #: The same of a wrapper, beside its vision tower, which is skipped.
-WRAPPER_HARMLESS = HARMLESS | _keys("media_placeholder_token_id use_unified_vision_chunk video_placeholder vision_config")
+WRAPPER_HARMLESS = HARMLESS | _keys(
+    "image_token_id media_placeholder_token_id projection_hidden_size projection_layer_norm_eps use_unified_vision_chunk",
+    "video_placeholder video_token_id vision_config vision_end_token_id vision_start_token_id",
+)
 _WRAPPER_READ = _keys("model_type text_config quantization_config dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings")
 #: Keys allowed only at a value that leaves the computation as the kernels have it; null is such a value for each.
 FIXED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
