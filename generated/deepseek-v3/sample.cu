@@ -12,9 +12,9 @@ constexpr int VOCAB = 129280;
 constexpr int BLOCK = 1024;
 constexpr int WARPS = BLOCK / 32;
 
-// floats in an order that unsigned comparison keeps
+// floats in an order that unsigned comparison keeps; adding 0 makes -0 equal to 0, as it is for argmax
 __device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x);
+  const u32 bits = __float_as_uint(x + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ u32 philox_word(u64 seed, u32 position, u32 token) {
