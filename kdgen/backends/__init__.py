@@ -10,8 +10,11 @@ def backend_names() -> tuple[str, ...]:
     return ("cuda", "cpu", "cpu-shuffled", "cpu-checker")
 
 
-def open_backend(name: str | None = None, seed: int = 0) -> Backend:
-    """The backend called ``name``; with None the GPU if one can be used, else the CPU. ``seed`` orders the threads of ``cpu-shuffled``.
+def open_backend(name: str | None = None, seed: int = 0, threads: int | None = None) -> Backend:
+    """The backend called ``name``; with None the GPU if one can be used, else the CPU.
+
+    ``seed`` orders the threads of ``cpu-shuffled`` and ``cpu-checker``. ``threads`` is how many of the machine's ``cpu`` may use, all of
+    them without it.
 
     Raises BackendError (why it cannot run here, and what to do), KdgenError for an unknown name.
     """
@@ -26,8 +29,7 @@ def open_backend(name: str | None = None, seed: int = 0) -> Backend:
     if name not in backend_names():
         raise KdgenError(f"unknown backend {name!r}; there are {', '.join(backend_names())}")
 
-    from kdgen.backends.cpu import CpuBackend
+    from kdgen.backends.cpu import CpuBackend, Mode
 
-    if name == "cpu-shuffled":
-        return CpuBackend(mode="shuffled", seed=seed)
-    return CpuBackend(mode="checker" if name == "cpu-checker" else "plain")
+    modes: dict[str, Mode] = {"cpu": "plain", "cpu-shuffled": "shuffled", "cpu-checker": "checker"}
+    return CpuBackend(modes[name], seed, threads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from kdgen.backends import backend_names
@@ -14,20 +16,60 @@ from kdgen.verify.report import SCHEMA, print_report
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels and decodes run; a GPU if there is one.")
 @click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="One compute type; without it, every one that fits.")
+@click.option("--fuzz", "models", type=click.IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
+@click.option("--jobs", type=click.IntRange(min=1), help="With --fuzz: processes; as many as there are cores without it.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
+@click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
+@click.option("--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained HTML page, too.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
 @click.pass_context
-def command(ctx: click.Context, specs: tuple[str, ...], backend: str | None, compute: Compute | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context, specs: tuple[str, ...], backend: str | None, compute: Compute | None, models: int | None, seed: int,
+    jobs: int | None, save: Path | None, fail_fast: bool, page: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Check generated kernels and whole decodes of each SPEC (a YAML file or a shipped name; tiny and tiny2 without any).
 
     Every kernel runs alone against float64, and under the race checker. The model's logits are held against an oracle's, or float64.
     Draft-tree decoding must give plain decoding's tokens, logits and cache rows bit for bit. Exit code 1 if anything does not match.
+
+    With --fuzz, models are drawn at random (situations only, where a SPEC is given). One that fails is made small and written to
+    a spec file, with the command that repeats it.
     """
+    if models is not None:
+        if fail_fast or page is not None:
+            raise click.UsageError("--fail-fast and --report do not go with --fuzz")
+        if len(specs) > 1:
+            raise click.UsageError("--fuzz draws situations for one SPEC at a time")
+        if compute is not None and not specs:
+            raise click.UsageError("--fuzz draws the compute type, too; give --dtype with a SPEC only")
+        ctx.exit(_fuzz(specs, backend, compute, models, seed, jobs, save, as_json))
+    from kdgen.verify.page import write_page
     from kdgen.verify.run import verify
 
     with status() as say:
-        report = verify(specs, backend, compute, say)
+        report = verify(specs, backend, compute, say, fail_fast)
+    if page is not None:
+        write_page(report, page)
     if as_json:
         emit_json(SCHEMA, report)
     else:
         print_report(report, console())
     ctx.exit(0 if report.ok else 1)
+
+
+def _fuzz(
+    specs: tuple[str, ...], backend: str | None, compute: Compute | None, models: int, seed: int, jobs: int | None, save: Path | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    from kdgen.spec import load_spec
+    from kdgen.verify import fuzz
+
+    given = fuzz.given_model(load_spec(specs[0]), compute) if specs else None
+    with status() as say:
+        report = fuzz.fuzz(models, seed, backend, given, jobs, save, say)
+    if as_json:
+        emit_json(fuzz.SCHEMA, report)
+    else:
+        fuzz.print_fuzz(report, console())
+    return 0 if report.ok else 1

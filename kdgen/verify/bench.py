@@ -37,6 +37,7 @@ class Findings:
     ratio: float = 0.0  # of the worst element's error to its tolerance
     error: float = 0.0
     tolerance: float = 0.0
+    bits: int = 0  # compared one by one
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
@@ -71,6 +72,7 @@ class Findings:
 
     def same_bits(self, what: str, got: Array, expected: Array) -> None:
         """Two results of one computation: any difference breaks the exactness contract."""
+        self.bits += 8 * got.nbytes
         different = bits(got) != bits(expected)
         if different.any():
             at = np.unravel_index(int(np.argmax(different)), different.shape)

@@ -32,6 +32,7 @@ from kdgen.weights.random import random_weights
 NEW_TOKENS = 24
 TREE_TOKENS = 20  #: of which draft-tree decodes repeat so many
 PROMPT_TOKENS = 50  #: with the new ones, more than the 64 keys of a small model's split
+CHUNKS = (7, 8, 9, 33, 64)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ class _Plain:
     logits: NDArray[np.float32]
     cache: NDArray[np.generic]
 
+    def bits(self, rows: int) -> int:
+        """In so many logits and cache rows."""
+        return 8 * rows * int(self.logits[0].nbytes + self.cache[:, 0].nbytes)
+
 
 class _Clock:
     """Builds Checks of one subject, each with the seconds since the last."""
@@ -106,14 +111,15 @@ class _Clock:
         self._subject, self._backend, self._began = subject, backend, perf_counter()
 
     def check(
-        self, part: str, name: str, problem: str, detail: str = "", figure: float | None = None, tolerance: float | None = None
-    ) -> Check:
+        self, part: str, name: str, problem: str, detail: str = "", figure: float | None = None, tolerance: float | None = None,
+        bits: int = 0,
+    ) -> Check:  # fmt: skip
         now = perf_counter()
         seconds, self._began = now - self._began, now
         where = self._backend.description
         status: Status = "failed" if problem else "ok"
         spec, compute = self._subject.title, self._subject.compute
-        return Check(spec, compute, part, name, where, status, figure, tolerance, detail, problem, seconds)
+        return Check(spec, compute, part, name, where, status, figure, tolerance, detail, problem, seconds, 0 if problem else bits)
 
 
 def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS) -> Iterator[Check]:
@@ -128,17 +134,20 @@ def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situa
         yield _check_logits(engine, subject, plain, clock)
         if subject.case is not None and subject.compute == "f32":
             yield _check_tokens(subject, plain, clock)
-        yield clock.check("decode", "prefill in any chunks", _rechunked(engine, subject, plain), "logits and cache rows equal by bits (L3)")
+        detail, bits = "logits and cache rows equal by bits (L3)", plain.bits(len(CHUNKS) * len(plain.logits))
+        yield clock.check("decode", "prefill in any chunks", _rechunked(engine, subject, plain), detail, bits=bits)
         for situation in situations:
             tree, problem = _compare(engine, subject, situation, plain)
             length = sum(tree.acceptance_lengths) / max(1, tree.target_forwards)
             detail = f"tokens equal, logits and cache rows by bits (L1, L2); {length:.1f} tokens a forward"
-            yield clock.check("decode", str(situation), problem, "" if problem else detail)
+            bits = plain.bits(min(len(engine.logits), len(plain.logits)))
+            yield clock.check("decode", str(situation), problem, "" if problem else detail, bits=bits)
         yield clock.check("decode", "stop token inside a tree", _stopped(engine, subject, plain), "ends where plain decoding would")
         detail = "tokens equal, logits and cache rows by bits (L4)"
-        yield clock.check("decode", "among two other sequences", _batched(engine.engine, subject, plain), detail)
+        bits = plain.bits(len(subject.prompt) + min(TREE_TOKENS, subject.new_tokens) - 1)
+        yield clock.check("decode", "among two other sequences", _batched(engine.engine, subject, plain), detail, bits=bits)
         detail = "plain and tree draw the same tokens, logits and cache rows by bits (L5)"
-        yield clock.check("decode", "sampled at temperature 0.8", _sampled(engine, subject), detail)
+        yield clock.check("decode", "sampled at temperature 0.8", _sampled(engine, subject), detail, bits=bits)
     except BackendError as error:
         yield clock.check("decode", "running the model", str(error))
 
@@ -198,7 +207,7 @@ def _difference(engine: RecordingEngine, plain: _Plain) -> str:
 
 def _rechunked(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
     tokens = [*subject.prompt, *plain.decoded.tokens[:-1]]
-    for chunk in (7, 8, 9, 33, 64):
+    for chunk in CHUNKS:
         prefill(engine, tokens, chunk)
         if problem := _difference(engine, plain):
             return f"chunks of {chunk}: {problem}"

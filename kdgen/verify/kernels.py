@@ -26,7 +26,7 @@ CHECKS: Registry = {**dense.CHECKS, **attention.CHECKS, **experts.CHECKS, **tree
 class KernelCheck:
     """What one kernel's check gave. ``error`` and ``tolerance`` are those of the element that came closest to its tolerance.
 
-    ``sliced``: only a part of the kernel's grid ran.
+    ``sliced``: only a part of the kernel's grid ran. ``bits`` of rows in other positions and companies were compared.
     """
 
     kernel: str
@@ -38,6 +38,7 @@ class KernelCheck:
     ok: bool
     why: str = ""
     sliced: bool = False
+    bits: int = 0
 
 
 def load_kernels(backend: Backend, plan: Plan) -> None:
@@ -61,7 +62,8 @@ def check_kernel(
 
     def outcome(ran: bool, ok: bool, why: str, bench: Bench | None = None) -> KernelCheck:
         error, tolerance = (bench.findings.error, bench.findings.tolerance) if bench else (0.0, 0.0)
-        return KernelCheck(kernel.name, kernel.template, ran, tuple(tokens), error, tolerance, ok, why, bench is not None and bench.was_cut)
+        sliced, bits = (bench.was_cut, bench.findings.bits) if bench else (False, 0)
+        return KernelCheck(kernel.name, kernel.template, ran, tuple(tokens), error, tolerance, ok, why, sliced, bits)
 
     check = CHECKS.get(kernel.template)
     if check is None:

@@ -1,4 +1,4 @@
-"""An engine that keeps, for every committed token, the bits that the exactness contract speaks of."""
+"""Engines that keep, for every committed token, the bits that the exactness contract speaks of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.drafters.base import Proposal
-from kdgen.engine import Engine, Verified
+from kdgen.engine import Draft, Engine, Verified
 from kdgen.plan.ir import Plan
 from kdgen.sampling import GREEDY, Sampling
 
@@ -46,6 +46,46 @@ class RecordingEngine:
     def cache_rows(self) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim]."""
         return self.engine.cache_rows()
+
+
+class RecordingSequences:
+    """A ``batch.Target`` over an engine. ``logits[sequence]`` has one float32 row [vocab_size] a committed token, in order."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.logits: list[list[NDArray[np.float32]]] = [[] for _ in range(engine.plan.limits.max_sequences)]
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None:
+        self.engine.reset(sequence, sampling)
+        self.logits[sequence] = []
+
+    def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+        roots = self.engine.prefill_many(chunks)
+        rows = iter(self.engine.logits(sum(len(tokens) for _, tokens in chunks)))
+        for sequence, tokens in chunks:
+            self.logits[sequence] += [next(rows) for _ in tokens]
+        return roots
+
+    def decode_many(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        roots = self.engine.decode_many(sequences)
+        for sequence, row in zip(sequences, self.engine.logits(len(sequences)), strict=True):
+            self.logits[sequence].append(row)
+        return roots
+
+    def verify_many(self, drafts: Sequence[Draft]) -> tuple[Verified, ...]:
+        steps = self.engine.verify_many(drafts)
+        rows = self.engine.logits(max(row for step in steps for row in step.rows) + 1)
+        for draft, step in zip(drafts, steps, strict=True):
+            self.logits[draft.sequence] += list(rows[list(step.rows)])
+        return steps
+
+    def cache_rows(self, sequence: int) -> NDArray[np.generic]:
+        """Committed cache rows, [layers, length, cache_row_dim]."""
+        return self.engine.cache_rows(sequence)
 
 
 def differing_bits(a: NDArray[np.generic], b: NDArray[np.generic]) -> int:

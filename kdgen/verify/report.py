@@ -19,9 +19,9 @@ SCHEMA = "kdgen.verify/1"
 class Check:
     """One thing that was held against another.
 
-    ``part`` groups checks (kernels, checker, trees, drift, logits, tokens, decode). ``figure`` is what was measured, in the unit of
-    ``tolerance``; both are None where bits or integers were compared, or where the result was no number. ``why`` says where a failed
-    check failed, and why a skipped one did not run.
+    ``part`` groups checks (kernel, trees, checker, drift, together, logits, tokens, decode). ``figure`` is what was measured, in the
+    unit of ``tolerance``; both are None where bits or integers were compared, or where the result was no number. ``bits`` were compared
+    one by one. ``why`` says where a failed check failed, and why a skipped one did not run.
     """
 
     spec: str
@@ -35,6 +35,7 @@ class Check:
     detail: str = ""
     why: str = ""
     seconds: float = 0.0
+    bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def finite(value: float) -> float | None:
 
 def print_report(report: Report, console: Console) -> None:
     """A table for each spec and compute type; then notes, failures with where they are, and a count."""
-    for title, checks in _groups(report.checks):
+    for title, checks in groups(report.checks):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for heading in ("part", "check", "backend", "result"):
             table.add_column(heading, no_wrap=True)
@@ -99,6 +100,6 @@ def _one_line(text: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def _groups(checks: Sequence[Check]) -> Iterator[tuple[str, list[Check]]]:
+def groups(checks: Sequence[Check]) -> Iterator[tuple[str, list[Check]]]:
     for title in dict.fromkeys(f"{check.spec} {check.compute}" for check in checks):
         yield title, [check for check in checks if f"{check.spec} {check.compute}" == title]

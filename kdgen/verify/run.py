@@ -20,46 +20,121 @@ from kdgen.plan.ir import MAX_NODES, Compute, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import PACKAGE
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import SLICE_TILES, Bench, Size
 from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
+from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
+from kdgen.verify.variants import variants
 
 DEFAULT_SPECS = ("tiny", "tiny2")
 CHECKER = "cpu-checker"
 CHECKER_TOKENS = (1, 9)
+#: The situation that every model is put in: four requests over three slabs, full to the last token, across a split of 64 keys.
+TOGETHER = Situation(
+    weights_seed=1, slots=3, spare=0, max_tokens=13,
+    requests=(
+        RequestDraw(1, 58, 10, 9, "replay", 0.2, 31, 8, None, Sampling(1.0, seed=3), joins=0),
+        RequestDraw(2, 5, 14, 64, "none", 0.0, 0, 2, None, GREEDY, joins=1),
+        RequestDraw(3, 3, 9, 2, "random", 0.0, 7, 4, 6, Sampling(0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**63 + 1), joins=1),
+        RequestDraw(4, 33, 6, 8, "replay", 0.0, 15, 16, None, GREEDY, joins=3),
+    ),
+)  # fmt: skip
 #: The latent width from which attention splits are of 128 keys, long enough that both of its stages are loaded again.
 WIDE_LATENT = 256
 
 Say = Callable[[str], None]
 
 
-def verify(names: Sequence[str], backend_name: str | None = None, compute: Compute | None = None, say: Say = lambda _: None) -> Report:
-    """Everything that can be checked of the named specs (tiny and tiny2 when there are none) here.
+def verify(
+    names: Sequence[str],
+    backend_name: str | None = None,
+    compute: Compute | None = None,
+    say: Say = lambda _: None,
+    fail_fast: bool = False,
+) -> Report:
+    """Everything that can be checked of the named specs (tiny and tiny2, and what they lack, when there are none) here.
 
     ``compute`` None stands for both types where the dims allow tensor cores, and for the spec's own where the spec is wide.
-    Raises SpecError, or KdgenError for a type or backend that is not to be had.
+    ``fail_fast`` ends it with the first check that fails. Raises SpecError, or KdgenError for a type or backend that is not to be had.
     """
     began = perf_counter()
     specs = [load_spec(name) for name in names or DEFAULT_SPECS]
-    plans = [(spec, build_plan(spec, dtype)) for spec in specs for dtype in _computes(spec, compute)]
+    plans = _plans(specs, compute)
+    others = [] if names else _plans(variants(), compute)
     backend = open_backend(backend_name)
     checks: list[Check] = []
-    notes: list[str] = []
-    for spec, plan in plans:
-        checks += _verify_plan(backend, spec, plan, say)
-        if is_wide(spec):
-            notes.append(_wide_note(spec, plan, compute))
-    checks += _trees(backend, *plans[0], say)
-    if not names:
-        checks += _other_oracles(backend, specs, say)
+    for check in _checks(backend, specs, plans, others, say):
+        checks.append(check)
+        if fail_fast and check.status == "failed":
+            break
+    notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec)]
     notes.append(f"kernels and decodes ran on: {backend.description}{_no_gpu(backend, backend_name)}")
+    if others:
+        names_of_others = ", ".join(spec.name for spec in variants())
+        notes.append(f"{names_of_others}: small models with the structures that {' and '.join(DEFAULT_SPECS)} lack")
     if not model_cases():
         notes.append("no oracle cases were found: logits are held against the float64 reference (KDGEN_ORACLE_DIR names a folder)")
     return make_report(checks, notes, perf_counter() - began)
+
+
+Plans = Sequence[tuple[Spec, Plan]]
+
+
+def _plans(specs: Sequence[Spec], compute: Compute | None) -> Plans:
+    """A plan for each compute type; a variant that cannot have the one asked for is left out."""
+    lenient = {spec.name for spec in variants()}
+    return [
+        (spec, build_plan(spec, dtype))
+        for spec in specs
+        for dtype in _computes(spec, compute)
+        if not (dtype == "bf16" and spec.name in lenient and mma_obstacles(spec))
+    ]
+
+
+def _checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
+    """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
+    for spec, plan in (*plans, *others):
+        yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+    yield from _trees(backend, *plans[0], say)
+    for spec, plan in (*plans, *others):
+        small = shrink(spec) if is_wide(spec) else spec
+        yield from _under_checker(small, build_plan(small, plan.compute), say)
+    for spec, plan in plans:
+        yield _drift(spec, plan, say)
+    for spec, plan in (*others, *plans):
+        small = shrink(spec) if is_wide(spec) else spec
+        yield from _together(backend, spec.name, small, plan.compute, say)
+    for spec, plan in plans:
+        small = shrink(spec) if is_wide(spec) else spec
+        say(f"{small.name} {plan.compute}: decoding")
+        case = _case_of(spec)
+        subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
+        yield from _decodes(backend, spec, plan.compute, subject.title, check_decodes(backend, subject), say)
+    if others:
+        yield from _other_oracles(backend, specs, say)
+
+
+def _together(backend: Backend, title: str, spec: Spec, compute: Compute, say: Say) -> Iterator[Check]:
+    """L1 to L5 in a drawn situation: several requests with drafters, chunks and samplings of their own, joining and leaving."""
+    if spec.max_position_embeddings < TOGETHER.context:
+        return
+    say(f"{title} {compute}: requests joining and leaving")
+    began = perf_counter()
+    try:
+        found = check_exactness(backend, spec, compute, TOGETHER)
+        detail = f"{found.requests} as each alone, logits and cache rows by bits (L1 to L5); {found.accepted} drafts accepted"
+        figures, problem, bits = (found.error, found.tolerance), found.problem, found.bits
+    except BackendError as error:
+        detail, figures, problem, bits = "", (None, None), str(error), 0
+    status: Status = "failed" if problem else "ok"
+    name, seconds = "requests that join and leave", perf_counter() - began
+    yield Check(title, compute, "together", name, backend.description, status, *figures, "" if problem else detail, problem, seconds, bits)
 
 
 def _computes(spec: Spec, compute: Compute | None) -> tuple[Compute, ...]:
@@ -88,19 +163,6 @@ def _wide_note(spec: Spec, plan: Plan, compute: Compute | None) -> str:
     )
 
 
-def _verify_plan(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
-    wide = is_wide(spec)
-    yield from _kernels(backend, spec, plan, "slice" if wide else "full", say)
-    small = shrink(spec) if wide else spec
-    small_plan = build_plan(small, plan.compute) if wide else plan
-    yield from _under_checker(small, small_plan, say)
-    yield _drift(spec, plan, say)
-    say(f"{small.name} {plan.compute}: decoding")
-    case = _case_of(spec)
-    subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
-    yield from _decodes(backend, spec, plan.compute, subject.title, check_decodes(backend, subject), say)
-
-
 def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: Iterator[Check], say: Say) -> Iterator[Check]:
     for check in found:
         say(f"{title} {compute}: {check.name}")
@@ -125,7 +187,7 @@ def _as_check(title: str, compute: str, part: str, backend: Backend, found: Kern
     measured = found.ran and found.tolerance > 0
     figure, tolerance = (finite(found.error), found.tolerance) if measured else (None, None)
     status: Status = "ok" if found.ok else "failed" if found.ran else "skipped"
-    return Check(title, compute, part, found.kernel, backend.description, status, figure, tolerance, detail, found.why, seconds)
+    return Check(title, compute, part, found.kernel, backend.description, status, figure, tolerance, detail, found.why, seconds, found.bits)
 
 
 def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
@@ -151,7 +213,8 @@ def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
         yield _as_check(spec.name, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
     if not bad:
         detail = f"{len(found)} kernels: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
-        yield Check(spec.name, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds)
+        bits = sum(check.bits for check in found)
+        yield Check(spec.name, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds, bits=bits)
 
 
 def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelCheck]:

@@ -1,0 +1,186 @@
+"""The exactness contract as a check of one model in one situation, on any backend.
+
+Every request is decoded alone, token by token without drafts; then all of them together, with their own drafters, chunks and
+samplings, joining and leaving. Tokens must be equal, logits and cache rows by bits. What differs is then looked for alone, so
+that a finding names the level of the contract (docs/exactness.md) that is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.backends.base import Backend
+from kdgen.batch import Batch, Request
+from kdgen.decode import decode_plain
+from kdgen.drafters.base import Drafter
+from kdgen.drafters.ngram import NgramDrafter
+from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
+from kdgen.engine import Engine
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute, Limits
+from kdgen.reference.model import ReferenceModel
+from kdgen.spec import Spec
+from kdgen.verify import tolerances
+from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
+from kdgen.weights.random import random_weights
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A request decoded token by token, with nothing else in the engine: what everything else must equal."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: NDArray[np.float32]  # [committed, vocab_size]
+    cache: NDArray[np.generic]  # [layers, committed, cache_row_dim]
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What a check found. ``problem`` is empty, or says which level of the contract is broken, in which request and where.
+
+    ``bits`` were compared of logits and cache rows; ``accepted`` draft tokens and ``forwards`` are those of decoding together.
+    ``error`` is the largest of float32 logits against the float64 reference, ``tolerance`` its bound; both None in bf16.
+    """
+
+    problem: str
+    requests: int
+    tokens: int
+    accepted: int
+    forwards: int
+    bits: int
+    error: float | None = None
+    tolerance: float | None = None
+
+
+def make_drafter(draw: RequestDraw, truth: Sequence[int], vocab_size: int) -> Drafter | None:
+    if draw.drafter == "none":
+        return None
+    if draw.drafter == "replay":
+        return ReplayDrafter(truth, vocab_size, draw.error_rate, draw.seed)
+    if draw.drafter == "random":
+        return RandomDrafter(vocab_size, draw.seed)
+    if draw.drafter == "adversarial":
+        return AdversarialDrafter(truth, vocab_size, seed=draw.seed)
+    return NgramDrafter()
+
+
+def check_exactness(backend: Backend, spec: Spec, compute: Compute, situation: Situation) -> Exactness:
+    """L1 to L5 of one model with random weights. Raises BackendError when a kernel is stopped."""
+    weights = random_weights(spec, situation.weights_seed)
+    limits = Limits(situation.max_tokens, situation.context, situation.slots)
+    engine = Engine(spec, build_plan(spec, compute, limits), backend, weights.__getitem__)
+    alone = [_decode_alone(engine, draw) for draw in situation.requests]
+    error, tolerance = None, None
+    problem = ""
+    if compute == "f32":
+        error, tolerance = _float32_error(spec, weights, alone[0])
+        if not error <= tolerance:
+            problem = f"logits are off the float64 reference's by {error:.3g}, more than {tolerance:.3g}"
+    together = _Together(engine, situation, alone)
+    problem = problem or together.problem
+    if together.problem:
+        problem = f"{_level(engine, situation, alone, together.request)}: {problem}"
+    bits = sum(8 * (each.logits.nbytes + each.cache.nbytes) for each in alone)
+    tokens_drawn = sum(len(each.tokens) for each in alone)
+    return Exactness(problem, len(alone), tokens_drawn, together.accepted, together.forwards, bits, error, tolerance)
+
+
+def _float32_error(spec: Spec, weights: Mapping[str, NDArray[Any]], alone: Alone) -> tuple[float, float]:
+    """The largest error of a request's logits, and its tolerance.
+
+    Drawn models may be badly conditioned (an RMSNorm over one or three elements that nearly cancel), so the bound adds what float64
+    itself makes of weights that are off by float32's rounding.
+    """
+    tokens = [*alone.prompt, *alone.tokens[:-1]]
+    expected = ReferenceModel(spec, weights).forward(tokens).logits
+    rng = np.random.default_rng(0)
+    off = {
+        key: value.astype(np.float64) * (1 + tolerances.EPS32 * rng.standard_normal(value.shape)) if value.dtype.kind != "i" else value
+        for key, value in weights.items()
+    }
+    moved = np.abs(ReferenceModel(spec, off).forward(tokens).logits - expected).max()
+    return float(np.abs(alone.logits - expected).max()), tolerances.float32_logits(expected) + float(10 * moved)
+
+
+def _decode_alone(engine: Engine, draw: RequestDraw) -> Alone:
+    recorder = RecordingEngine(engine)
+    prompt = np.random.default_rng(draw.seed).integers(0, engine.spec.vocab_size, draw.prompt_length).tolist()
+    decoded = decode_plain(recorder, prompt, draw.new_tokens, chunk=1, sampling=draw.sampling)
+    return Alone(tuple(prompt), decoded.tokens, np.stack(recorder.logits), recorder.cache_rows())
+
+
+def _request(draw: RequestDraw, alone: Alone, vocab_size: int) -> tuple[Request, tuple[int, ...]]:
+    """The request, and the tokens that it must give."""
+    stop = frozenset() if draw.stop_at is None else frozenset(alone.tokens[draw.stop_at : draw.stop_at + 1])
+    end = next((i + 1 for i, token in enumerate(alone.tokens) if token in stop), len(alone.tokens))
+    drafter = make_drafter(draw, (*alone.prompt, *alone.tokens), vocab_size)
+    request = Request(alone.prompt, draw.new_tokens, stop, draw.sampling, draw.chunk, drafter, draw.budget, draw.block_size)
+    return request, alone.tokens[:end]
+
+
+class _Together:
+    """The requests of a situation decoded in one batch, compared with each alone as it leaves.
+
+    ``request`` is the first whose result differs and ``problem`` says how; empty when there is none.
+    """
+
+    def __init__(self, engine: Engine, situation: Situation, alone: Sequence[Alone]) -> None:
+        self.problem, self.request, self.accepted, self.forwards = "", 0, 0, 0
+        recorder = RecordingSequences(engine)
+        batch = Batch(recorder)
+        coming = sorted(range(len(alone)), key=lambda i: situation.requests[i].joins)
+        order: list[int] = []  # of requests as they were added, which is how the batch numbers them
+        expected = {}
+        steps = 0
+        while coming or not batch.idle:
+            while coming and situation.requests[coming[0]].joins <= steps:
+                number = coming.pop(0)
+                request, expected[number] = _request(situation.requests[number], alone[number], engine.spec.vocab_size)
+                batch.add(request)
+                order.append(number)
+            for finished in batch.step():
+                number = order[finished.number]
+                self.forwards += finished.forwards
+                self.accepted += max(0, len(finished.tokens) - 1 - finished.forwards)
+                logits, cache = recorder.logits[finished.sequence], recorder.cache_rows(finished.sequence)
+                problem = _difference(finished.tokens, expected[number], logits, cache, alone[number])
+                if problem and not self.problem:
+                    self.problem, self.request = f"request {number}: {problem}", number
+            steps += 1
+
+
+def _difference(
+    tokens: tuple[int, ...], expected: tuple[int, ...], logits: Sequence[NDArray[np.float32]], cache: NDArray[np.generic], alone: Alone
+) -> str:
+    """How a request's result differs from its own alone; trees may have committed more rows, or stopped before as many."""
+    if cache.shape[1] != len(logits):
+        return f"{cache.shape[1]} cache rows for {len(logits)} committed tokens"
+    for row in range(min(len(logits), len(alone.logits))):
+        if count := differing_bits(cache[:, row], alone.cache[:, row]):
+            layer = next(i for i in range(len(cache)) if differing_bits(cache[i, row], alone.cache[i, row]))
+            return f"cache row {row} differs in {count} elements, first in layer {layer}"
+        if count := differing_bits(logits[row], alone.logits[row]):
+            return f"logits row {row} differs in {count} elements, its cache row does not"
+    if tokens != expected:
+        first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
+        return f"token {first} of {len(expected)} differs, no row does"
+    needed = len(alone.prompt) + len(expected) - 1
+    return "" if len(logits) >= needed else f"{len(logits)} rows are committed of {needed}"
+
+
+def _level(engine: Engine, situation: Situation, alone: Sequence[Alone], number: int) -> str:
+    """The first level that the request breaks by itself: in its chunks, then with its trees; in company, if in neither."""
+    draw = situation.requests[number]
+    plain = replace(draw, drafter="none", joins=0)
+    if _Together(engine, replace(situation, requests=(plain,)), [alone[number]]).problem:
+        return "L3, chunking"
+    if _Together(engine, replace(situation, requests=(replace(draw, joins=0),)), [alone[number]]).problem:
+        return "L5, sampling with speculation" if draw.sampling.temperature else "L1 and L2, speculation"
+    return "L4, other sequences in the batch"

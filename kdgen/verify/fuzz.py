@@ -1,0 +1,286 @@
+"""``kdgen verify --fuzz N``: random models in random situations, several at a time, and what to do about one that fails.
+
+Case S is drawn from seed S alone, its model and its situation independently, so that a shrunk model can be held in the situation
+that its original failed in: ``kdgen verify FILE --fuzz 1 --seed S``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+
+from kdgen.backends import open_backend
+from kdgen.backends.base import Backend
+from kdgen.errors import KdgenError
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute
+from kdgen.spec import Spec
+from kdgen.verify.draw import MOST_CONTEXT, SeededChoices, Situation, draw_model, draw_situation
+from kdgen.verify.exact import Exactness, check_exactness
+from kdgen.verify.kernels import check_kernels
+from kdgen.verify.shrink import is_wide, shrink
+
+SCHEMA = "kdgen.fuzz/1"
+KERNEL_TOKENS = (1, 9, 33)
+SHRINK_TRIES = 60
+_MODEL, _SITUATION = 0, 1  # streams of a seed
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a situation. ``choices`` number the options that made the model; empty where the model was given."""
+
+    seed: int
+    spec: Spec
+    compute: Compute
+    situation: Situation
+    choices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case gave. ``problem`` is empty or says what is wrong; ``exactness`` is missing where the check could not end."""
+
+    case: Case
+    problem: str
+    exactness: Exactness | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``command`` repeats it; ``spec_file`` holds the model, as small as it was made."""
+
+    seed: int
+    problem: str
+    spec_file: str
+    command: str
+
+
+@dataclass(frozen=True)
+class FuzzReport:
+    """Models ``seed`` to ``seed + models - 1``. ``largest_error`` is that of float32 logits, relative to its tolerance."""
+
+    ok: bool
+    backend: str
+    seed: int
+    models: int
+    f32: int
+    bf16: int
+    int4: int
+    requests: int
+    tokens: int
+    drafts_accepted: int
+    bits_compared: int
+    largest_error: float
+    seconds: float
+    failures: tuple[Failure, ...]
+
+
+def draw_case(seed: int, given: tuple[Spec, Compute] | None = None, forced: Sequence[int] = ()) -> Case:
+    """Case ``seed``, with the model ``given`` if there is one. ``forced`` are choices of the model to make instead of drawn ones."""
+    situation = draw_situation(SeededChoices(seed, _SITUATION))
+    if given is not None:
+        return Case(seed, *given, situation)
+    choices = SeededChoices(seed, _MODEL, forced)
+    spec, compute = draw_model(choices)
+    name = spec.model_copy(update={"name": f"fuzz-{seed}"})
+    return Case(seed, name, compute, situation, tuple(choices.taken))
+
+
+def check_case(backend: Backend, case: Case) -> Outcome:
+    """Every kernel of the model against float64, then L1 to L5."""
+    began = perf_counter()
+    exactness = None
+    try:
+        kernels = check_kernels(backend, case.spec, build_plan(case.spec, case.compute), case.seed, tokens=KERNEL_TOKENS)
+        problem = next((f"kernel {check.kernel}: {check.why}" for check in kernels if not check.ok), "")
+        if not problem:
+            exactness = check_exactness(backend, case.spec, case.compute, case.situation)
+            problem = exactness.problem
+    except KdgenError as error:
+        problem = str(error)
+    return Outcome(case, problem, exactness, perf_counter() - began)
+
+
+def given_model(spec: Spec, compute: Compute | None) -> tuple[Spec, Compute]:
+    """The model to draw situations for: ``spec``, shrunk where a CPU could not decode it, in ``compute`` or its own type.
+
+    Raises KdgenError when it takes no context as long as situations need, or cannot be computed in ``compute``.
+    """
+    if spec.max_position_embeddings < MOST_CONTEXT:
+        raise KdgenError(f"{spec.name}: situations need a context of {MOST_CONTEXT}, more than its {spec.max_position_embeddings}")
+    spec = shrink(spec) if is_wide(spec) else spec
+    return spec, build_plan(spec, compute).compute
+
+
+def fuzz(
+    count: int,
+    seed: int,
+    backend_name: str | None = None,
+    given: tuple[Spec, Compute] | None = None,
+    jobs: int | None = None,
+    save: Path | None = None,
+    say: Say = lambda _: None,
+) -> FuzzReport:
+    """Check ``count`` cases from ``seed`` on, in ``jobs`` processes; write each failing model, shrunk, to a spec file.
+
+    The file is ``save`` for the first failure, kdgen-fuzz-<seed>.yaml for the others. Raises BackendError when the backend is not
+    to be had.
+    """
+    began = perf_counter()
+    description = open_backend(backend_name).description
+    outcomes: list[Outcome] = []
+    failures: list[Failure] = []
+    with _Workers(backend_name, jobs or _cpus()) as workers:
+        for outcome in workers.check([draw_case(each, given) for each in range(seed, seed + count)]):
+            outcomes.append(outcome)
+            say(f"{len(outcomes)} of {count} models, {sum(bool(each.problem) for each in outcomes)} failed")
+        for outcome in sorted((each for each in outcomes if each.problem), key=lambda each: each.case.seed):
+            say(f"model {outcome.case.seed} failed; making it smaller")
+            smaller = outcome if given is not None else _shrink(workers, outcome)
+            failures.append(_write_failure(smaller, save if not failures else None, backend_name))
+    return _report(outcomes, failures, description, seed, perf_counter() - began)
+
+
+def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: str, seed: int, seconds: float) -> FuzzReport:
+    cases = [outcome.case for outcome in outcomes]
+    found = [outcome.exactness for outcome in outcomes if outcome.exactness is not None]
+    return FuzzReport(
+        ok=not failures,
+        backend=backend,
+        seed=seed,
+        models=len(cases),
+        f32=sum(case.compute == "f32" for case in cases),
+        bf16=sum(case.compute == "bf16" for case in cases),
+        int4=sum(case.spec.quantization is not None for case in cases),
+        requests=sum(each.requests for each in found),
+        tokens=sum(each.tokens for each in found),
+        drafts_accepted=sum(each.accepted for each in found),
+        bits_compared=sum(each.bits for each in found),
+        largest_error=max((each.error / each.tolerance for each in found if each.error and each.tolerance), default=0.0),
+        seconds=seconds,
+        failures=tuple(failures),
+    )
+
+
+def print_fuzz(report: FuzzReport, console: Console) -> None:
+    kinds = f"{report.f32} in float32, {report.bf16} on tensor cores, {report.int4} with INT4 experts"
+    console.print(f"{report.models} models from seed {report.seed} on {report.backend}: {kinds}")
+    console.print(
+        f"{report.requests} requests, {report.tokens} tokens, {report.drafts_accepted} of them accepted from drafts;"
+        f" {report.bits_compared:,} bits compared"
+    )
+    console.print(f"largest error of float32 logits: {report.largest_error:.2f} of its tolerance")
+    for failure in report.failures:
+        console.print(f"FAILED model {failure.seed}: {failure.problem}\n  repeat: {failure.command}", style="red")
+    console.print(f"{len(report.failures)} of {report.models} models failed in {report.seconds:.0f} s")
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------------
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_backend: Backend | None = None  # of a worker process, opened once
+
+
+def _open(name: str | None) -> None:
+    global _backend
+    _backend = open_backend(name, threads=1)
+
+
+def _check(case: Case) -> Outcome:
+    assert _backend is not None
+    return check_case(_backend, case)
+
+
+class _Workers:
+    """Processes that check cases, each with a backend of its own. One that a kernel takes down is a failed case, not the end."""
+
+    def __init__(self, backend_name: str | None, jobs: int) -> None:
+        self._name, self._jobs = backend_name, jobs
+        self._pool = self._start(jobs)
+
+    def _start(self, jobs: int) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(jobs, context, initializer=_open, initargs=(self._name,))
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def check(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """Outcomes as they come."""
+        left = {case.seed: case for case in cases}
+        try:
+            for future in as_completed([self._pool.submit(_check, case) for case in cases]):
+                outcome = future.result()
+                del left[outcome.case.seed]
+                yield outcome
+        except BrokenProcessPool:  # which case it was shows when each has a process to itself
+            for case in left.values():
+                yield self._check_apart(case)
+            self._pool = self._start(self._jobs)
+
+    def _check_apart(self, case: Case) -> Outcome:
+        pool = self._start(1)
+        try:
+            return pool.submit(_check, case).result()
+        except BrokenProcessPool:
+            return Outcome(case, "the process that ran its kernels died", None, 0.0)
+        finally:
+            pool.shutdown()
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------------
+
+
+def _shrink(workers: _Workers, failed: Outcome) -> Outcome:
+    """The same failure in a model whose choices are earlier options, as long as there are tries."""
+    best, tries = failed, 0
+    improved = True
+    while improved and tries < SHRINK_TRIES:
+        improved = False
+        for place in range(len(best.case.choices)):
+            chosen = best.case.choices[place : place + 1]
+            for number in sorted({0, chosen[0] // 2}) if chosen else ():
+                if number >= chosen[0] or tries >= SHRINK_TRIES:
+                    continue
+                forced = [*best.case.choices[:place], number, *best.case.choices[place + 1 :]]
+                tries += 1
+                outcome = next(iter(workers.check([draw_case(best.case.seed, forced=forced)])))
+                if outcome.problem:
+                    best, improved = outcome, True
+                    break
+    return best
+
+
+def _write_failure(outcome: Outcome, save: Path | None, backend_name: str | None) -> Failure:
+    case = outcome.case
+    path = save or Path(f"kdgen-fuzz-{case.seed}.yaml")
+    backend = f" --backend {backend_name}" if backend_name else ""
+    command = f"kdgen verify {path} --dtype {case.compute} --fuzz 1 --seed {case.seed}{backend}"
+    problem = " ".join(outcome.problem.split())
+    requests = (f"#   {request}" for request in case.situation.requests)
+    lines = [
+        f"# {problem[:300]}", f"# Repeat: {command}", f"# Found by: kdgen verify --fuzz 1 --seed {case.seed}{backend}",
+        f"# {case.situation.slots} cache slabs, context {case.situation.context}, steps of {case.situation.max_tokens} tokens; requests:",
+        *requests,
+    ]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n" + case.spec.to_yaml(), encoding="utf-8")
+    return Failure(case.seed, problem, str(path), command)
