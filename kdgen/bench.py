@@ -112,7 +112,9 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     engine.fill(context)
     if rows > 1:
         engine.verify(_wide_draft(engine, rows), rows - 1)
-        engine.fill(context)
+    else:
+        engine.decode()
+    engine.fill(context)
     launches = engine.launches(program, rows, context + rows)
     experts = _experts_hit(engine, backend, launches)
     engine.fill(context)

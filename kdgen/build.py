@@ -144,7 +144,7 @@ def generate(plan: Plan) -> Generated:
     return Generated(
         plan,
         {f"{r.kernel.name}.cu": r.text for r in rendered},
-        tuple(Source(r.kernel.name, r.text, r.kernel.block, r.kernel.smem) for r in rendered),
+        tuple(each.source for each in rendered),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay
 from kdgen.drafters.base import DraftLogits, Proposal
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self.spec, self.backend = spec, backend
         self._plan = plan
-        backend.load([Source(r.kernel.name, r.text, r.kernel.block, r.kernel.smem) for r in render(plan)])
+        backend.load([rendered.source for rendered in render(plan)])
         self._weights = self._load_weights(weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights), progress)
         self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
         for name, table in zip(("cos_table", "sin_table"), rope_tables(spec, plan.limits.capacity), strict=True):

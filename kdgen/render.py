@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jinja2
 
+from kdgen.backends.base import Source
 from kdgen.errors import KdgenError
 from kdgen.format import clang_format_many
 from kdgen.plan.ir import Kernel, Plan
@@ -30,6 +31,10 @@ class Rendered:
 
     kernel: Kernel
     text: str
+
+    @property
+    def source(self) -> Source:
+        return Source(self.kernel.name, self.text, self.kernel.block, self.kernel.smem, overlaps=True)
 
 
 def _finalize(value: object) -> object:

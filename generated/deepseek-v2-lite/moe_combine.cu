@@ -10,8 +10,9 @@ constexpr int TOP_K = 6;
 constexpr int BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    moe_combine(const int* __restrict__ num_tokens, const float* __restrict__ topk_weights,
-                const float* __restrict__ expert_output, float* __restrict__ residual) {
+    moe_combine(const int* num_tokens, const float* topk_weights, const float* expert_output,
+                float* residual) {
+  begin_after_previous_kernel();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
   if (token_row >= *num_tokens || i >= HIDDEN) return;
   float sum = 0.0f;

@@ -23,12 +23,11 @@ __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    rope_cache(const int* __restrict__ num_tokens, const int* __restrict__ row_sequence,
-               const int* __restrict__ row_position, const int* __restrict__ row_slot,
-               const float* __restrict__ kv_a, const float* __restrict__ norm_weight,
-               const bf16* __restrict__ q, const float* __restrict__ cos_table,
-               const float* __restrict__ sin_table, bf16* __restrict__ kv_cache, bf16* __restrict__ query,
-               int context_capacity) {
+    rope_cache(const int* num_tokens, const int* row_sequence, const int* row_position, const int* row_slot,
+               const float* kv_a, const float* __restrict__ norm_weight, const bf16* q,
+               const float* __restrict__ cos_table, const float* __restrict__ sin_table, bf16* kv_cache,
+               bf16* query, int context_capacity) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;

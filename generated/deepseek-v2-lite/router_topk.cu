@@ -13,8 +13,8 @@ constexpr float ROUTED_SCALING = 0x1p+0f /* 1 */;
 constexpr int BLOCK = 64;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    router_topk(const int* __restrict__ num_tokens, const float* __restrict__ logits,
-                int* __restrict__ topk_experts, float* __restrict__ topk_weights) {
+    router_topk(const int* num_tokens, const float* logits, int* topk_experts, float* topk_weights) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, score, [EXPERTS]);
   SHARED_ARRAY(float, choice, [EXPERTS]);
   SHARED_ARRAY(float, chosen_score, [TOP_K]);

@@ -9,8 +9,8 @@ constexpr int HIDDEN = 7168;
 constexpr int BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    embed(const int* __restrict__ num_tokens, const int* __restrict__ tokens, const bf16* __restrict__ table,
-          float* __restrict__ residual) {
+    embed(const int* num_tokens, const int* tokens, const bf16* __restrict__ table, float* residual) {
+  begin_after_previous_kernel();
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
   const bf16* source = table + (size_t)tokens[token_row] * HIDDEN;

@@ -38,11 +38,10 @@ __device__ __forceinline__ void set_rank(Candidate& c, int depth, int rank) {
 
 // draft_shape: {depths, candidates a row, budget} of each place
 extern "C" __global__ void __launch_bounds__(32)
-    tree_build(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
-               const int* __restrict__ draft_shape, const int* __restrict__ candidate_tokens,
-               const float* __restrict__ candidate_log_probs, const int* __restrict__ root_token,
-               int* __restrict__ tree_size, int* __restrict__ tree_token, int* __restrict__ tree_parent,
-               int* __restrict__ tree_depth) {
+    tree_build(const int* step_count, const int* step_sequence, const int* draft_shape,
+               const int* candidate_tokens, const float* candidate_log_probs, const int* root_token,
+               int* tree_size, int* tree_token, int* tree_parent, int* tree_depth) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(Candidate, open, [MAX_OPEN]);
   const int lane = threadIdx.x, step_place = blockIdx.x;
   if (step_place >= *step_count) return;

@@ -6,9 +6,9 @@
 
 namespace advance {
 extern "C" __global__ void __launch_bounds__(32)
-    advance(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
-            const int* __restrict__ step_begin, const int* __restrict__ next_token,
-            int* __restrict__ sequence_length, int* __restrict__ root_token) {
+    advance(const int* step_count, const int* step_sequence, const int* step_begin, const int* next_token,
+            int* sequence_length, int* root_token) {
+  begin_after_previous_kernel();
   for (int place = threadIdx.x; place < *step_count; place += 32) {
     const int sequence = step_sequence[place];
     sequence_length[sequence] += step_begin[place + 1] - step_begin[place];

@@ -10,11 +10,10 @@ namespace chain_rows {
 constexpr int BLOCK = 64;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    chain_rows(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
-               int* __restrict__ step_begin, int* __restrict__ num_tokens, int* __restrict__ tokens,
-               const int* __restrict__ sequence_length, const int* __restrict__ root_token,
-               int* __restrict__ row_sequence, int* __restrict__ row_position, int* __restrict__ row_prefix,
-               int* __restrict__ row_slot, int from_root) {
+    chain_rows(const int* step_count, const int* step_sequence, int* step_begin, int* num_tokens, int* tokens,
+               const int* sequence_length, const int* root_token, int* row_sequence, int* row_position,
+               int* row_prefix, int* row_slot, int from_root) {
+  begin_after_previous_kernel();
   const int places = *step_count;
   if (from_root) {  // one row a place
     for (int p = threadIdx.x; p <= places; p += BLOCK) step_begin[p] = p;

@@ -60,11 +60,10 @@ struct Kept {
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    sample(const int* __restrict__ num_tokens, const float* __restrict__ logits,
-           const int* __restrict__ row_sequence, const int* __restrict__ row_position,
-           const float* __restrict__ temperature, const int* __restrict__ top_k,
-           const float* __restrict__ top_p, const float* __restrict__ min_p, const int* __restrict__ seed,
-           int* __restrict__ next_token) {
+    sample(const int* num_tokens, const float* logits, const int* row_sequence, const int* row_position,
+           const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+           const int* seed, int* next_token) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, float_scratch, [WARPS]);
   SHARED_ARRAY(int, int_scratch, [WARPS]);
   SHARED_ARRAY(int, index_scratch, [WARPS]);

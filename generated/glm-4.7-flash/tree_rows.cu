@@ -12,13 +12,11 @@ constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 64;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    tree_rows(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
-              int* __restrict__ step_begin, const int* __restrict__ tree_size,
-              const int* __restrict__ tree_token, const int* __restrict__ tree_parent,
-              const int* __restrict__ tree_depth, const int* __restrict__ sequence_length,
-              int* __restrict__ num_tokens, int* __restrict__ tokens, int* __restrict__ row_sequence,
-              int* __restrict__ row_position, int* __restrict__ row_prefix, int* __restrict__ row_slot,
-              int* __restrict__ row_path) {
+    tree_rows(const int* step_count, const int* step_sequence, int* step_begin, const int* tree_size,
+              const int* tree_token, const int* tree_parent, const int* tree_depth,
+              const int* sequence_length, int* num_tokens, int* tokens, int* row_sequence, int* row_position,
+              int* row_prefix, int* row_slot, int* row_path) {
+  begin_after_previous_kernel();
   const int place = blockIdx.x;
   if (place >= *step_count) return;
   const int sequence = step_sequence[place], size = tree_size[place], length = sequence_length[sequence];

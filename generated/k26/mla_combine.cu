@@ -9,31 +9,62 @@ namespace mla_combine {
 constexpr int HEADS = 64;
 constexpr int KV_LORA = 512;
 constexpr int SPLIT = 128;  // keys of a split
+constexpr int VECTOR = 4;   // consecutive columns of a thread
 constexpr int BLOCK = 128;
+constexpr int WARPS = BLOCK / 32;
+constexpr int CHUNK = BLOCK;  // splits whose weights are made at a time
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    mla_combine(const int* __restrict__ num_tokens, const int* __restrict__ row_position,
-                const float* __restrict__ split_values, const float* __restrict__ split_max,
-                const float* __restrict__ split_sum, bf16* __restrict__ output, int max_splits) {
+    mla_combine(const int* num_tokens, const int* row_position, const float* split_values,
+                const float* split_max, const float* split_sum, bf16* output, int max_splits) {
+  begin_after_previous_kernel();
+  SHARED_ARRAY(float, warp_largest, [WARPS]);
+  SHARED_ARRAY(float, weight, [CHUNK]);
+  SHARED_ARRAY(float, weighted_sum, [CHUNK]);
   const int token_row = blockIdx.x, head = blockIdx.y;
   if (token_row >= *num_tokens) return;
   const int splits = row_position[token_row] / SPLIT + 1;
   const size_t first = (size_t)token_row * max_splits * HEADS + head;
 
-  float all_max = negative_infinity();
-  for (int s = 0; s < splits; ++s) all_max = fmaxf(all_max, split_max[first + (size_t)s * HEADS]);
-  float all_sum = 0.0f;
-  for (int s = 0; s < splits; ++s) {
-    const size_t i = first + (size_t)s * HEADS;
-    all_sum = fmaf(expf(split_max[i] - all_max), split_sum[i], all_sum);
-  }
-  for (int column = threadIdx.x; column < KV_LORA; column += BLOCK) {
-    float value = 0.0f;
-    for (int s = 0; s < splits; ++s) {
-      const size_t i = first + (size_t)s * HEADS;
-      value = fmaf(expf(split_max[i] - all_max), split_values[i * KV_LORA + column], value);
+  float largest = negative_infinity();
+  for (int s = threadIdx.x; s < splits; s += BLOCK)
+    largest = fmaxf(largest, split_max[first + (size_t)s * HEADS]);
+  largest = warp_max(largest);
+  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
+  __syncthreads();
+  for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_largest[w]);
+
+  // a block's columns beyond its first BLOCK * VECTOR take another pass over the splits
+  for (int column = threadIdx.x * VECTOR; column - threadIdx.x * VECTOR < KV_LORA; column += BLOCK * VECTOR) {
+    float value[VECTOR], all_sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) value[v] = 0.0f;
+    for (int chunk = 0; chunk < splits; chunk += CHUNK) {
+      const int s = chunk + threadIdx.x;
+      __syncthreads();  // the last chunk's weights have been read
+      if (s < splits) {
+        const size_t i = first + (size_t)s * HEADS;
+        weight[threadIdx.x] = expf(split_max[i] - largest);
+        weighted_sum[threadIdx.x] = weight[threadIdx.x] * split_sum[i];
+      }
+      __syncthreads();
+      const int count = min(CHUNK, splits - chunk);
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) {
+        all_sum += weighted_sum[j];
+        if (column >= KV_LORA) continue;
+        const float* part = split_values + (first + (size_t)(chunk + j) * HEADS) * KV_LORA + column;
+        const float4 four = *reinterpret_cast<const float4*>(part);
+        value[0] = fmaf(weight[j], four.x, value[0]);
+        value[1] = fmaf(weight[j], four.y, value[1]);
+        value[2] = fmaf(weight[j], four.z, value[2]);
+        value[3] = fmaf(weight[j], four.w, value[3]);
+      }
     }
-    output[((size_t)token_row * HEADS + head) * KV_LORA + column] = from_float<bf16>(value / all_sum);
+    if (column >= KV_LORA) continue;
+    bf16* out = output + ((size_t)token_row * HEADS + head) * KV_LORA + column;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) out[v] = from_float<bf16>(value[v] / all_sum);
   }
 }
 }  // namespace mla_combine

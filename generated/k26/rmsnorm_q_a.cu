@@ -8,12 +8,12 @@ namespace rmsnorm_q_a {
 constexpr int WIDTH = 1536;
 constexpr int X_STRIDE = 2112;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;
-constexpr int BLOCK = 256;
+constexpr int BLOCK = 384;
 constexpr int WARPS = BLOCK / 32;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    rmsnorm_q_a(const int* __restrict__ num_tokens, const float* __restrict__ x,
-                const float* __restrict__ weight, bf16* __restrict__ y) {
+    rmsnorm_q_a(const int* num_tokens, const float* x, const float* __restrict__ weight, bf16* y) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;

@@ -18,8 +18,8 @@ __device__ __forceinline__ Best better(Best a, Best b) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    argmax(const int* __restrict__ num_tokens, const float* __restrict__ logits,
-           int* __restrict__ next_token) {
+    argmax(const int* num_tokens, const float* logits, int* next_token) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_value, [WARPS]);
   SHARED_ARRAY(int, warp_index, [WARPS]);
   const int token_row = blockIdx.x;

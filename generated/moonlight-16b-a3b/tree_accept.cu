@@ -11,12 +11,10 @@ constexpr int MAX_NODES = 64;
 constexpr int MAX_PATH = 16;
 
 extern "C" __global__ void __launch_bounds__(32)
-    tree_accept(const int* __restrict__ step_count, const int* __restrict__ step_sequence,
-                const int* __restrict__ step_begin, const int* __restrict__ tree_size,
-                const int* __restrict__ tree_token, const int* __restrict__ tree_parent,
-                const int* __restrict__ next_token, int* __restrict__ accepted_count,
-                int* __restrict__ accepted_nodes, int* __restrict__ accepted_tokens,
-                int* __restrict__ sequence_length, int* __restrict__ root_token) {
+    tree_accept(const int* step_count, const int* step_sequence, const int* step_begin, const int* tree_size,
+                const int* tree_token, const int* tree_parent, const int* next_token, int* accepted_count,
+                int* accepted_nodes, int* accepted_tokens, int* sequence_length, int* root_token) {
+  begin_after_previous_kernel();
   const int place = blockIdx.x, lane = threadIdx.x;
   if (place >= *step_count) return;
   const int sequence = step_sequence[place], size = tree_size[place];

@@ -20,12 +20,11 @@ constexpr int BLOCKS_PER_SM = 4;  // the registers that this leaves are enough n
 constexpr int VALUES = (KV_LORA + BLOCK - 1) / BLOCK;  // value columns of a thread
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    mla_attention(const int* __restrict__ num_tokens, const int* __restrict__ row_sequence,
-                  const int* __restrict__ row_position, const int* __restrict__ row_prefix,
-                  const int* __restrict__ row_path, const float* __restrict__ query,
-                  const float* __restrict__ kv_cache, float* __restrict__ split_values,
-                  float* __restrict__ split_max, float* __restrict__ split_sum, int context_capacity,
+    mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
+                  const int* row_prefix, const int* row_path, const float* query, const float* kv_cache,
+                  float* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, query_row, [ROW]);
   SHARED_ARRAY(float, score, [TILE]);
   SHARED_ARRAY(float, probability, [TILE]);

@@ -12,72 +12,115 @@ constexpr int COLS = 512;  // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 512, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 256, Y_BATCH_STRIDE = 0;
-constexpr int WARPS = 4;        // split the inputs; depends on the shape alone, so a row's bits do too
-constexpr int TOKEN_TILES = 4;  // of 8 token rows, computed from one reading of the weights
-constexpr int IN_FLIGHT = 8;    // weight loads issued before the first is used
+constexpr int WARPS = 4;  // split the inputs; depends on the shape alone, so a row's bits do too
+constexpr int WARP_STEPS = STEPS / WARPS;
+constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
+constexpr int WARP_STAGES = WARP_STEPS / STAGE_STEPS;
+constexpr int SLOTS = 2;        // stages of a warp's ring: 4096 bytes a warp
+constexpr int MAX_TOKENS = 32;  // of one reading of the weights
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 6;  // the registers that this leaves are enough not to spill
+static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
 
 // weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. Inside a step the inputs are
 // permuted so that a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9
 // are inputs 4t .. 4t+3.
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    down_proj(const int* __restrict__ num_tokens, const bf16* __restrict__ x,
-              const uint4* __restrict__ weight, float* __restrict__ y) {
-  SHARED_ARRAY(float, partial, [WARPS][TOKEN_TILES][4][32]);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row_tile = blockIdx.x, batch = blockIdx.z;
-  const int first_token = blockIdx.y * (TOKEN_TILES * 8);
-  const int count = min(TOKEN_TILES * 8, *num_tokens - first_token);
-  if (count <= 0) return;
+union Shared {
+  uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
+  float partial[WARPS][MAX_TOKENS / 8][4][32];  // once every weight has been read
+};
 
-  const uint4* w = weight + ((size_t)batch * ROW_TILES + row_tile) * STEPS * 32 + lane;
-  const bf16* x_lane[TOKEN_TILES];
-  bool has_token[TOKEN_TILES];
-  float sum[TOKEN_TILES][4];
+// Starts copying a stage of this warp's weights. A lane copies and reads its own fragments, so its own waiting is all
+// there is to wait for.
+__device__ __forceinline__ void copy_stage(Shared* shared, const uint4* w, int stage) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (stage < WARP_STAGES) {
 #pragma unroll
-  for (int t = 0; t < TOKEN_TILES; ++t) {
+    for (int s = 0; s < STAGE_STEPS; ++s)
+      cp_async_16(&shared->ring[warp][stage % SLOTS][s][lane], w + (size_t)(stage * STAGE_STEPS + s) * 32,
+                  true);
+  }
+  cp_async_commit();
+}
+
+// This warp's part of a row tile times TILES * 8 token rows, into its partial sums; the first stages are on their way.
+template <int TILES>
+__device__ __forceinline__ void warp_product(Shared* shared, const uint4* w, const bf16* x, int count) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bf16* x_lane[TILES];
+  bool has_token[TILES];
+  float sum[TILES][4];
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
     const int m = t * 8 + lane / 4;
     has_token[t] = m < count;
-    x_lane[t] = x + (size_t)(first_token + (has_token[t] ? m : 0)) * X_STRIDE +
-                (size_t)batch * X_BATCH_STRIDE + lane % 4 * 4;
+    x_lane[t] = x + (size_t)(has_token[t] ? m : 0) * X_STRIDE + lane % 4 * 4;
     sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
   }
-  const int end = (warp + 1) * STEPS / WARPS;
-  for (int step = warp * STEPS / WARPS; step < end; step += IN_FLIGHT) {
-    uint4 fragment[IN_FLIGHT];
+  for (int stage = 0; stage < WARP_STAGES; ++stage) {
+    uint2 b[STAGE_STEPS][TILES];
 #pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i)
-      if (step + i < end) fragment[i] = load_stream_16(w + (size_t)(step + i) * 32);
+    for (int s = 0; s < STAGE_STEPS; ++s)
 #pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i) {
-      if (step + i >= end) break;
-      const u32 a[4] = {fragment[i].x, fragment[i].y, fragment[i].z, fragment[i].w};
+      for (int t = 0; t < TILES; ++t) {
+        b[s][t] = make_uint2(0, 0);
+        if (has_token[t])
+          b[s][t] = *reinterpret_cast<const uint2*>(x_lane[t] + (stage * STAGE_STEPS + s) * 16);
+      }
+    cp_async_wait<SLOTS - 2>();
+    copy_stage(shared, w, stage + SLOTS - 1);
 #pragma unroll
-      for (int t = 0; t < TOKEN_TILES; ++t) {
-        if (t * 8 >= count) break;
-        uint2 pair = make_uint2(0, 0);
-        if (has_token[t]) pair = *reinterpret_cast<const uint2*>(x_lane[t] + (step + i) * 16);
-        const u32 b[2] = {pair.x, pair.y};
-        mma_m16n8k16_bf16(sum[t], a, b);
+    for (int s = 0; s < STAGE_STEPS; ++s) {
+      const uint4 four = shared->ring[warp][stage % SLOTS][s][lane];
+      const u32 a[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const u32 pair[2] = {b[s][t].x, b[s][t].y};
+        mma_m16n8k16_bf16(sum[t], a, pair);
       }
     }
   }
+  __syncthreads();  // the ring becomes the partial sums
 #pragma unroll
-  for (int t = 0; t < TOKEN_TILES; ++t) {
-    if (t * 8 >= count) break;
+  for (int t = 0; t < TILES; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) partial[warp][t][i][lane] = sum[t][i];
-  }
+    for (int i = 0; i < 4; ++i) shared->partial[warp][t][i][lane] = sum[t][i];
   __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
+    down_proj(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, float* y) {
+  SHARED_DYNAMIC(Shared, shared);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row_tile = blockIdx.x, batch = blockIdx.z;
+  const uint4* w = weight + (((size_t)batch * ROW_TILES + row_tile) * STEPS + warp * WARP_STEPS) * 32 + lane;
+  allow_next_kernel();
+#pragma unroll
+  for (int stage = 0; stage < SLOTS - 1; ++stage) copy_stage(shared, w, stage);  // weights wait for nobody
+  wait_for_previous_kernel();
+
+  const int first_token = blockIdx.y * MAX_TOKENS;
+  const int count = min(MAX_TOKENS, *num_tokens - first_token);
+  if (count <= 0) {
+    cp_async_wait<0>();
+    return;
+  }
+  const bf16* x_rows =
+      x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE + warp * WARP_STEPS * 16;
+  if (count <= 8)
+    warp_product<1>(shared, w, x_rows, count);
+  else if (count <= 16)
+    warp_product<2>(shared, w, x_rows, count);
+  else
+    warp_product<MAX_TOKENS / 8>(shared, w, x_rows, count);
 
   // element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
-  for (int o = threadIdx.x; o < TOKEN_TILES * 4 * 32; o += BLOCK) {
+  for (int o = threadIdx.x; o < (count + 7) / 8 * 4 * 32; o += BLOCK) {
     const int t = o / 128, i = o / 32 % 4, m = t * 8 + lane % 4 * 2 + i % 2;
     const int n = row_tile * 16 + lane / 4 + i / 2 * 8;
     if (m >= count || n >= ROWS) continue;
     float total = 0.0f;
-    for (int s = 0; s < WARPS; ++s) total += partial[s][t][i][lane];
+    for (int s = 0; s < WARPS; ++s) total += shared->partial[s][t][i][lane];
     float* out = y + (size_t)(first_token + m) * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE + n;
     *out += total;
   }

@@ -19,6 +19,7 @@ constexpr float SCALE = 0x1p-3f /* 0.125 */;
 constexpr int WARPS = 4, BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
 constexpr int STAGES = 2;
+constexpr int CHAINS = 4;                  // an MMA waits for the last one of its chain
 constexpr int SHARED_ROW = ROW + 8;        // 16 more bytes a row spread ldmatrix over the banks
 constexpr int VALUE_TILES = KV_LORA / 16;  // of 16 columns, shared out between the warps
 constexpr int WARP_VALUE_TILES = (VALUE_TILES + WARPS - 1) / WARPS;
@@ -34,12 +35,11 @@ struct Shared {
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    mla_attention(const int* __restrict__ num_tokens, const int* __restrict__ row_sequence,
-                  const int* __restrict__ row_position, const int* __restrict__ row_prefix,
-                  const int* __restrict__ row_path, const bf16* __restrict__ query,
-                  const bf16* __restrict__ kv_cache, float* __restrict__ split_values,
-                  float* __restrict__ split_max, float* __restrict__ split_sum, int context_capacity,
+    mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
+                  const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
+                  float* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
+  begin_after_previous_kernel();
   SHARED_DYNAMIC(Shared, shared);
   const int token_row = blockIdx.x, first_head = blockIdx.y * 16, split = blockIdx.z;
   if (token_row >= *num_tokens) return;
@@ -85,20 +85,24 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     cp_async_wait<1>();
     __syncthreads();
 
-    // scores: warp w takes keys 8w .. 8w + 7
-    float dot[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-    for (int k = 0; k < ROW; k += 16) {
+    // scores: warp w takes keys 8w .. 8w + 7; the sums of every CHAINS-th step run side by side and are added in order
+    float chain[CHAINS][4];
+#pragma unroll
+    for (int c = 0; c < CHAINS; ++c) chain[c][0] = chain[c][1] = chain[c][2] = chain[c][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < ROW / 16; ++step) {
       u32 a[4], b[2];
-      ldmatrix_x4(a, &shared->query[lane % 16][k + lane / 16 * 8]);
-      ldmatrix_x2(b, &shared->key[stage][warp * 8 + lane % 8][k + lane / 8 % 2 * 8]);
-      mma_m16n8k16_bf16(dot, a, b);
+      ldmatrix_x4(a, &shared->query[lane % 16][step * 16 + lane / 16 * 8]);
+      ldmatrix_x2(b, &shared->key[stage][warp * 8 + lane % 8][step * 16 + lane / 8 % 2 * 8]);
+      mma_m16n8k16_bf16(chain[step % CHAINS], a, b);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      float dot = chain[0][i];
+#pragma unroll
+      for (int c = 1; c < CHAINS; ++c) dot += chain[c][i];
       const int key = warp * 8 + lane % 4 * 2 + i % 2;
-      shared->score[lane / 4 + i / 2 * 8][key] =
-          tile_key + key < end_key ? dot[i] * SCALE : negative_infinity();
+      shared->score[lane / 4 + i / 2 * 8][key] = tile_key + key < end_key ? dot * SCALE : negative_infinity();
     }
     __syncthreads();
 

@@ -11,9 +11,9 @@ constexpr int TOP_K = 2;
 constexpr int BLOCK = 32;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    moe_sort(const int* __restrict__ num_tokens, const int* __restrict__ topk_experts,
-             int* __restrict__ num_active, int* __restrict__ active_expert, int* __restrict__ active_begin,
-             int* __restrict__ active_end, int* __restrict__ assignments) {
+    moe_sort(const int* num_tokens, const int* topk_experts, int* num_active, int* active_expert,
+             int* active_begin, int* active_end, int* assignments) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(int, expert_count, [EXPERTS]);
   const int total = *num_tokens * TOP_K;
   for (int e = threadIdx.x; e < EXPERTS; e += BLOCK) {

@@ -25,10 +25,10 @@ struct Expert {
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    experts_down(const int* __restrict__ num_active, const int* __restrict__ active_expert,
-                 const int* __restrict__ active_begin, const int* __restrict__ active_end,
-                 const int* __restrict__ assignments, const float* __restrict__ x,
-                 const bf16* __restrict__ weight, float* __restrict__ y) {
+    experts_down(const int* num_active, const int* active_expert, const int* active_begin,
+                 const int* active_end, const int* assignments, const float* x,
+                 const bf16* __restrict__ weight, float* y) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, partial, [SLICES][TOKENS][32]);
   const int active = blockIdx.y;
   if (active >= *num_active) return;

@@ -8,12 +8,12 @@ namespace rmsnorm_hidden {
 constexpr int WIDTH = 192;
 constexpr int X_STRIDE = 192;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.4f8b58p-17f /* 1e-05 */;
-constexpr int BLOCK = 192;
+constexpr int BLOCK = 64;
 constexpr int WARPS = BLOCK / 32;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    rmsnorm_hidden(const int* __restrict__ num_tokens, const float* __restrict__ x,
-                   const float* __restrict__ weight, float* __restrict__ y) {
+    rmsnorm_hidden(const int* num_tokens, const float* x, const float* __restrict__ weight, float* y) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;

@@ -13,9 +13,9 @@ constexpr float ROUTED_SCALING = 0x1.8p+0f /* 1.5 */;
 constexpr int BLOCK = 32;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    router_topk(const int* __restrict__ num_tokens, const float* __restrict__ logits,
-                const float* __restrict__ correction_bias, int* __restrict__ topk_experts,
-                float* __restrict__ topk_weights) {
+    router_topk(const int* num_tokens, const float* logits, const float* __restrict__ correction_bias,
+                int* topk_experts, float* topk_weights) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, score, [EXPERTS]);
   SHARED_ARRAY(float, choice, [EXPERTS]);
   SHARED_ARRAY(float, chosen_score, [TOP_K]);

@@ -34,9 +34,9 @@ __device__ __forceinline__ Best best_after(const float* row, Best taken, bool an
 
 // draft_shape: {depths, candidates a row, budget} of each place of the step
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    top_k(const int* __restrict__ step_count, const int* __restrict__ draft_shape,
-          const float* __restrict__ logits, int* __restrict__ candidate_tokens,
-          float* __restrict__ candidate_log_probs) {
+    top_k(const int* step_count, const int* draft_shape, const float* logits, int* candidate_tokens,
+          float* candidate_log_probs) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_value, [WARPS]);
   SHARED_ARRAY(int, warp_index, [WARPS]);
   SHARED_ARRAY(float, warp_exp_sum, [WARPS]);

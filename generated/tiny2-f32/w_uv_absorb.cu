@@ -17,8 +17,8 @@ constexpr int BLOCK = SLICES * 32;
 constexpr int OUTPUTS = ROWS;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    w_uv_absorb(const int* __restrict__ num_tokens, const float* __restrict__ x,
-                const bf16* __restrict__ weight, float* __restrict__ y) {
+    w_uv_absorb(const int* num_tokens, const float* x, const bf16* __restrict__ weight, float* y) {
+  begin_after_previous_kernel();
   SHARED_ARRAY(float, partial, [SLICES][TOKENS][32]);
   const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
   const int n = blockIdx.x * 32 + lane;

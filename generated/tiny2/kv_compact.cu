@@ -12,10 +12,10 @@ constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 96;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    kv_compact(const int* __restrict__ step_count, const int* __restrict__ step_begin,
-               const int* __restrict__ accepted_count, const int* __restrict__ accepted_nodes,
-               const int* __restrict__ row_sequence, const int* __restrict__ row_prefix,
-               bf16* __restrict__ kv_cache, int context_capacity, int max_sequences) {
+    kv_compact(const int* step_count, const int* step_begin, const int* accepted_count,
+               const int* accepted_nodes, const int* row_sequence, const int* row_prefix, bf16* kv_cache,
+               int context_capacity, int max_sequences) {
+  begin_after_previous_kernel();
   const int layer = blockIdx.x, column = blockIdx.y * BLOCK + threadIdx.x, place = blockIdx.z;
   if (place >= *step_count || column >= ROW) return;
   const int root = step_begin[place];

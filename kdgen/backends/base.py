@@ -24,6 +24,8 @@ class Source:
     text: str
     block: int
     smem: int
+    #: The text waits for the kernel before it by itself (``wait_for_previous_kernel``), so a GPU may start it early.
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

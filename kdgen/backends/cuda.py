@@ -113,6 +113,7 @@ class CudaBackend(Backend):
         self.cubins: dict[str, Cubin] = {}
         self._cache = cache or Cache.default()
         self._kernels: dict[str, Kernel] = {}
+        self._overlapping: set[str] = set()  # kernels that wait for the one before them by themselves
         # numba gives memory back when its array object dies, so the arrays live here and DeviceArray.handle is the key
         self._arrays: dict[int, Any] = {}
         self._handles = itertools.count(1)
@@ -137,6 +138,8 @@ class CudaBackend(Backend):
                 self._allow_smem(kernel, cubin.dynamic_smem)
             self._kernels[cubin.name] = kernel
             self.cubins[cubin.name] = cubin
+        self._overlapping -= {source.name for source in sources}
+        self._overlapping |= {source.name for source in sources if source.overlaps}
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         count = math.prod(shape)
@@ -190,7 +193,9 @@ class CudaBackend(Backend):
             raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
         if len(each.args) != loaded.num_arguments:
             raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
-        launch(where, LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem), loaded, *map(_scalar, each.args))
+        overlap = each.kernel in self._overlapping and self.gpu.compute_capability >= (9, 0)
+        config = LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem, programmatic_stream_serialization=overlap)
+        launch(where, config, loaded, *map(_scalar, each.args))
 
     def record(self, launches: Sequence[Launch]) -> Replay:
         """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""

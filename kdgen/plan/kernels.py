@@ -81,9 +81,30 @@ def _slices(cols: int) -> int:
 
 
 def _mma_warps(cols: int) -> int:
-    """Warps that split ``cols`` inputs: at least 2 MMA steps each, 8 where there are enough to keep loads in flight."""
+    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 8 where there are enough to keep copies in flight."""
     steps = cols // 16
-    return 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+    most = 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+    return next(warps for warps in (8, 4, 2, 1) if warps <= most and steps % warps == 0)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How a warp streams its weights: ``slots`` stages of ``stage_steps`` MMA steps, all but one of them on their way."""
+
+    stage_steps: int
+    slots: int
+    bytes: int  #: of one warp
+
+    @property
+    def comment(self) -> str:
+        return f"{self.bytes} bytes a warp"
+
+
+def _ring(steps: int, step_bytes: int) -> Ring:
+    """About 2 KiB a stage and 8 KiB a warp: with 24 warps an SM that is more than the latency of memory times its bandwidth."""
+    stage_steps = next(n for n in (4, 3, 2, 1) if steps % n == 0)
+    slots = max(2, min(4, steps // stage_steps))
+    return Ring(stage_steps, slots, stage_steps * slots * step_bytes)
 
 
 def _blocks_per_sm(warps: int) -> int:
@@ -207,19 +228,21 @@ class Catalogue:
             grid = (Extent(-(-outputs // 32)), Extent(per_tokens=GENERIC_TOKENS), Extent(layer.batch))
             return Kernel(layer.name, "linear_f32.cu.j2", generic, slices * 32, grid, 0, cost, layer.summary)
         warps = _mma_warps(layer.cols)
+        ring = _ring(layer.cols // 16 // warps, 512)
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
-            y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, token_tiles=TOKEN_TILES,
-            in_flight=min(8, -(-layer.cols // 16 // warps)), blocks_per_sm=_blocks_per_sm(warps), out=out,
+            y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
+            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps), out=out,
             gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
+        smem = max(warps * ring.bytes, warps * TOKEN_TILES * 4 * 32 * 4)  # the ring, later the warps' partial sums
         grid = (Extent(-(-layer.rows // 16)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
-        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, 0, cost, layer.summary)
+        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary)
 
     # ---- attention --------------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, width: int, x_stride: int = 0, eps: float | None = None) -> Kernel:
-        block = _block_for(width)
+        block = _block_for(width // 4, 1024)
         p = params.RmsNorm(name, width, x_stride or width, self.spec.rms_norm_eps if eps is None else eps, self.mode.act, block)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
@@ -265,8 +288,9 @@ class Catalogue:
 
     def _combine(self) -> Kernel:
         s = self.spec
-        block = _block_for(s.kv_lora_rank, 128)
-        p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.split, self.mode.act, block)
+        vector = 4 if s.kv_lora_rank % 4 == 0 else 1
+        block = _block_for(s.kv_lora_rank // vector, 128)
+        p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.split, vector, self.mode.act, block)
         width = s.num_attention_heads * s.kv_lora_rank
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
         return Kernel(
@@ -277,10 +301,11 @@ class Catalogue:
 
     def _router_logits(self) -> Kernel:
         s, experts = self.spec, self.spec.n_routed_experts or 0
-        p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, self.mode.act, 128)
+        block_experts, vector = 4, 4 if s.hidden_size % 4 == 0 else 1
+        p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, block_experts, vector, self.mode.act)
         cost = Cost(experts * s.hidden_size * 4, s.hidden_size * self.mode.act_bytes + experts * 4, 2 * experts * s.hidden_size)
-        grid = (Extent(-(-experts // 4)), Extent(per_tokens=GENERIC_TOKENS), ONE)
-        return Kernel("router_logits", "router_logits.cu.j2", p, 128, grid, 0, cost, "router logits in float32")
+        grid = (Extent(-(-experts // block_experts)), Extent(per_tokens=GENERIC_TOKENS), ONE)
+        return Kernel("router_logits", "router_logits.cu.j2", p, 256, grid, 0, cost, "router logits in float32")
 
     def _router_topk(self) -> Kernel:
         s, experts = self.spec, self.spec.n_routed_experts or 0
@@ -334,13 +359,14 @@ class Catalogue:
             grid = (Extent(-(-outputs // 32)), active, ONE)
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
         warps = 4
+        ring = _ring(-(-cols // 64), 576) if int4 else _ring(cols // 16, 512)
         mma = params.ExpertsMma(
-            name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, token_tiles=2, in_flight=4 if int4 else 8,
-            blocks_per_sm=_blocks_per_sm(warps), weight="unsigned char" if int4 else "uint4", int4=int4,
+            name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, token_tiles=2,
+            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=4, int4=int4,
             out=out, gated=gated, weight_comment=comment,
         )  # fmt: skip
         grid = (Extent(-(-rows // 16 // warps)), active, ONE)
-        return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, grid, 0, cost, summary)
+        return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, grid, warps * ring.bytes, cost, summary)
 
     def _moe_combine(self) -> Kernel:
         s = self.spec

@@ -58,8 +58,10 @@ class LinearMma:
     y_stride: int
     y_batch_stride: int
     warps: int
-    token_tiles: int
-    in_flight: int
+    max_tokens: int
+    stage_steps: int
+    slots: int
+    smem_comment: str
     blocks_per_sm: int
     out: CType
     gated: bool
@@ -117,6 +119,7 @@ class MlaCombine:
     heads: int
     kv_lora: int
     split: int
+    vector: int
     act: CType
     block: int
 
@@ -127,8 +130,9 @@ class RouterLogits:
     hidden: int
     experts: int
     tokens: int
+    block_experts: int
+    vector: int
     act: CType
-    block: int
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,10 @@ class ExpertsMma:
     assignments_per_x_row: int
     warps: int
     token_tiles: int
-    in_flight: int
+    stage_steps: int
+    slots: int
+    smem_comment: str
     blocks_per_sm: int
-    weight: Literal["uint4", "unsigned char"]
     int4: bool
     out: CType
     gated: bool

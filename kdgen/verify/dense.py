@@ -154,7 +154,7 @@ def check_embed(bench: Bench) -> None:
 @for_template(CHECKS, ["router_logits.cu.j2"])
 def check_router_logits(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
-    experts_a_block = p.block // 32
+    experts_a_block = p.block_experts
     experts = bench.few(p.experts, SLICE_TILES * experts_a_block)
     hidden = bench.random(bench.act, most, p.hidden)
     weight = bench.random("f32", experts, p.hidden, scale=p.hidden**-0.5)

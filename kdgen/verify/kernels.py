@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kdgen.backends.base import Backend, Source
+from kdgen.backends.base import Backend
 from kdgen.errors import BackendError
 from kdgen.plan.ir import Kernel, Plan
 from kdgen.render import render
@@ -43,7 +43,7 @@ class KernelCheck:
 
 def load_kernels(backend: Backend, plan: Plan) -> None:
     """Render and load every kernel of ``plan``, under their own names."""
-    backend.load([Source(r.kernel.name, r.text, r.kernel.block, r.kernel.smem) for r in render(plan)])
+    backend.load([rendered.source for rendered in render(plan)])
 
 
 def check_kernel(

@@ -21,7 +21,7 @@ from kdgen.spec import load_spec
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SPECS for compute in ("f32", "bf16")])
 #: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
-POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4"}, "i32": {"int"}, "u8": {"unsigned char"}}
+POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int"}, "u8": {"unsigned char"}}
 
 
 @functools.cache

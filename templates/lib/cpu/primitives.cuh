@@ -127,6 +127,12 @@ static inline void cp_async_wait() { emu_copy_wait(N); }
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
 
+// ---- one kernel after another ---------------------------------------------
+// here every launch ends before the next begins
+static inline void allow_next_kernel() {}
+static inline void wait_for_previous_kernel() {}
+static inline void begin_after_previous_kernel() {}
+
 // ---- warps ----------------------------------------------------------------
 // the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
 template <bool Max>

@@ -106,6 +106,25 @@ __device__ __forceinline__ uint2 load_stream_8(const void* p) {
   return v;
 }
 
+// ---- one kernel after another ---------------------------------------------
+// Programmatic dependent launch: a kernel may start while the one before it still runs, so each waits before it reads or
+// writes anything that another kernel writes. What only the host writes (weights, tables) may be read before. Data of other
+// kernels is never read through the non-coherent path, so pointers to it are not __restrict__.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void begin_after_previous_kernel() {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+}
+
 // ---- warps ----------------------------------------------------------------
 // butterflies in the fixed order xor 16, 8, 4, 2, 1: every lane gets the same bits
 __device__ __forceinline__ float warp_sum(float v) {
