@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kdgen.errors import KdgenError
 
+#: A folder of templates to use instead of kdgen's own.
+TEMPLATES_VARIABLE = "KDGEN_TEMPLATES_DIR"
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -17,8 +20,16 @@ def _folder(name: str) -> Path:
 
 
 def templates_dir() -> Path:
-    """The folder of Jinja templates (``kernels/``, ``lib/``). Raises KdgenError when the installation is incomplete."""
-    return _folder("templates")
+    """The folder of Jinja templates (``kernels/``, ``lib/``): $KDGEN_TEMPLATES_DIR, for trying edits out, else kdgen's own.
+
+    Raises KdgenError when the variable names no such folder, or the installation is incomplete.
+    """
+    chosen = os.environ.get(TEMPLATES_VARIABLE)
+    if not chosen:
+        return _folder("templates")
+    if not (Path(chosen) / "kernels").is_dir():
+        raise KdgenError(f"{TEMPLATES_VARIABLE}={chosen} is no templates folder: it needs kernels/ and lib/, or unset it")
+    return Path(chosen)
 
 
 def specs_dir() -> Path:

@@ -209,8 +209,8 @@ SAMPLINGS = (
 )
 
 
-def draw_situation(choices: Choices, most_requests: int = 4) -> Situation:
-    count = choices.integer(1, most_requests)
+def draw_situation(choices: Choices) -> Situation:
+    count = choices.one_of((1, 2, 3, 3, 4))
     return Situation(
         weights_seed=choices.integer(0, SEEDS - 1),
         requests=tuple(_draw_request(choices) for _ in range(count)),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from exactness import Situation, check_exactness, situations, unshrunk
+from exactness import assert_exact, unshrunk
 from hypothesis import given
-from strategies import TILED, specs
+from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute
 from kdgen.spec import Spec, load_spec
+from kdgen.verify.draw import Situation
 from kdgen.verify.kernels import check_kernels
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +32,12 @@ def test_full_width_kernels_are_right_on_slices(cuda_backend: Backend, name: str
 
 
 @unshrunk
-@given(spec=specs(quantized=None), situation=situations)
-def test_float32_draft_trees_change_no_bit(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
-    check_exactness(spec, "f32", situation, cuda_backend)
+@given(spec=specs(quantized=None), situation=situations())
+def test_float32_requests_are_decoded_as_alone(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
+    assert_exact(cuda_backend, spec, "f32", situation)
 
 
 @unshrunk
-@given(spec=specs(sizes=TILED, quantized=None, dtypes=("bfloat16",)), situation=situations)
-def test_tensor_core_draft_trees_change_no_bit(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
-    check_exactness(spec, "bf16", situation, cuda_backend)
+@given(spec=specs(sizes=TILED, quantized=None, dtypes=("bfloat16",)), situation=situations())
+def test_tensor_core_requests_are_decoded_as_alone(cuda_backend: Backend, spec: Spec, situation: Situation) -> None:
+    assert_exact(cuda_backend, spec, "bf16", situation)

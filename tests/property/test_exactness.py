@@ -1,44 +1,37 @@
-"""Whole random models on the CPU backend: float32 logits against the float64 reference, and decoding with draft trees, in any
-chunking, against plain decoding, by bits."""
+"""Whole random models on the CPU backend, in random situations: L1 to L5 of the exactness contract, by bits (docs/exactness.md)."""
 
 from __future__ import annotations
 
-import numpy as np
-from exactness import Situation, check_exactness, situations, unshrunk
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import TILED, specs
+from exactness import assert_exact, unshrunk
+from hypothesis import example, given
+from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
-from kdgen.decode import prefill
-from kdgen.engine import Engine
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Limits
-from kdgen.reference.model import ReferenceModel
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec
-from kdgen.weights.random import random_weights
+from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.verify.variants import variants
+
+#: A tree over the end of the context, beside a request that takes its slab over.
+FULL = Situation(
+    weights_seed=0, slots=1, spare=0, max_tokens=64,
+    requests=(
+        RequestDraw(1, 33, 9, 64, "replay", 0.0, 63, 16, None, GREEDY, 0),
+        RequestDraw(2, 33, 9, 3, "replay", 0.2, 63, 16, None, Sampling(1.0, seed=9), 0),
+    ),
+)  # fmt: skip
+INT4, _, ODD_DIMS = variants()
 
 
 @unshrunk
-@given(spec=specs(quantized=None), situation=situations)
-def test_float32_draft_trees_change_no_bit(cpu_backend: Backend, spec: Spec, situation: Situation) -> None:
-    check_exactness(spec, "f32", situation, cpu_backend)
+@given(spec=specs(quantized=None), situation=situations())
+@example(spec=ODD_DIMS, situation=FULL)
+def test_float32_requests_are_decoded_as_alone(cpu_backend: Backend, spec: Spec, situation: Situation) -> None:
+    assert_exact(cpu_backend, spec, "f32", situation)
 
 
 @unshrunk
-@given(spec=specs(sizes=TILED, quantized=None, dtypes=("bfloat16",)), situation=situations)
-def test_tensor_core_draft_trees_change_no_bit(cpu_backend: Backend, spec: Spec, situation: Situation) -> None:
-    check_exactness(spec, "bf16", situation, cpu_backend)
-
-
-@unshrunk
-@given(spec=specs(quantized=None), seed=st.integers(0, 2**32 - 1), length=st.sampled_from((1, 5, 40)))
-def test_float32_logits_are_the_references(cpu_backend: Backend, spec: Spec, seed: int, length: int) -> None:
-    """float32 sums of at most a few hundred terms: 1e-4 of the largest logit is a hundred times their rounding."""
-    weights = random_weights(spec, seed)
-    plan = build_plan(spec, "f32", Limits(max_context=length + 1))
-    engine = Engine(spec, plan, cpu_backend, weights.__getitem__)
-    prompt = np.random.default_rng(seed).integers(0, spec.vocab_size, length).tolist()
-    prefill(engine, prompt)
-    expected = ReferenceModel(spec, weights).forward(prompt).logits
-    assert np.abs(engine.logits(length) - expected).max() <= 1e-4 * np.abs(expected).max()
+@given(spec=specs(sizes=TILED, quantized=None, dtypes=("bfloat16",)), situation=situations())
+@example(spec=INT4, situation=FULL)
+def test_tensor_core_requests_are_decoded_as_alone(cpu_backend: Backend, spec: Spec, situation: Situation) -> None:
+    assert_exact(cpu_backend, spec, "bf16", situation)

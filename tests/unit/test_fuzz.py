@@ -1,0 +1,104 @@
+"""``kdgen verify --fuzz``: cases are functions of their seeds, a failure becomes a small spec file and a command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kdgen.backends import open_backend
+from kdgen.cli import main
+from kdgen.errors import KdgenError
+from kdgen.resources import templates_dir
+from kdgen.spec import load_spec
+from kdgen.verify import draw
+from kdgen.verify.draw import MOST_CONTEXT, SeededChoices
+from kdgen.verify.fuzz import check_case, draw_case, given_model
+from kdgen.verify.shrink import parameters
+
+
+def kdgen_verify(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["verify", *arguments], prog_name="kdgen")
+
+
+def test_choices_repeat_and_can_be_forced() -> None:
+    first = SeededChoices(5)
+    values = [first.integer(3, 9), first.one_of("abc"), first.integer(0, 2**32 - 1)]
+    again = SeededChoices(5)
+    assert [again.integer(3, 9), again.one_of("abc"), again.integer(0, 2**32 - 1)] == values
+    forced = SeededChoices(5, forced=[0, 99])
+    assert [forced.integer(3, 9), forced.one_of("abc"), forced.integer(0, 2**32 - 1)] == [3, "c", values[2]]
+    assert forced.taken[:2] == [0, 2]
+
+
+def test_cases_are_functions_of_their_seed_and_models_of_their_choices() -> None:
+    cases = [draw_case(seed) for seed in range(60)]
+    for case in cases:
+        assert draw_case(case.seed) == case == draw_case(case.seed, forced=case.choices)
+        assert case.situation.context <= MOST_CONTEXT <= case.spec.max_position_embeddings
+    assert {case.compute for case in cases} == {"f32", "bf16"}
+    assert any(case.spec.quantization for case in cases) and any(len(case.situation.requests) == 4 for case in cases)
+    simplest = draw_case(3, forced=[0] * 100).spec
+    assert (simplest.num_hidden_layers, simplest.hidden_size, simplest.vocab_size) == (1, 1, 2)
+    assert draw_case(3, forced=[0] * 100).situation == draw_case(3).situation
+
+
+def test_a_given_model_keeps_its_own_structure() -> None:
+    spec, compute = given_model(load_spec("k26"), None)
+    assert compute == "bf16" and spec.name == "k26-shrunk"
+    assert draw_case(1, (spec, compute)).spec is spec
+    with pytest.raises(KdgenError, match="context"):
+        given_model(load_spec("tiny").model_copy(update={"max_position_embeddings": 64}), None)
+
+
+def test_a_few_models(cache_directory: Path) -> None:
+    result = kdgen_verify("--fuzz", "3", "--seed", "1", "--backend", "cpu", "--jobs", "1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["schema"], found["models"], found["ok"], found["failures"]) == ("kdgen.fuzz/1", 3, True, [])
+    assert found["bits_compared"] > 10_000 and 0 < found["largest_error"] < 1
+
+
+def test_a_failure_is_shrunk_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Greedy choice that breaks ties the other way: found, made small, written down, and found again by the command printed."""
+    _copy_templates(tmp_path / "templates", "argmax.cu.j2", "b.index < a.index", "b.index > a.index")
+    monkeypatch.setenv("KDGEN_TEMPLATES_DIR", str(tmp_path / "templates"))
+    monkeypatch.chdir(tmp_path)
+    result = kdgen_verify("--fuzz", "1", "--seed", "2", "--backend", "cpu", "--jobs", "1", "--save", "small.yaml", "--json")
+    assert result.exit_code == 1
+    (failure,) = json.loads(result.stdout)["failures"]
+    assert "argmax" in failure["problem"] and failure["spec_file"] == "small.yaml"
+    small = load_spec("small.yaml")
+    assert parameters(small) < parameters(draw_case(2).spec)
+    again = kdgen_verify(*shlex.split(failure["command"])[2:])
+    assert again.exit_code == 1 and "argmax" in again.output
+    monkeypatch.delenv("KDGEN_TEMPLATES_DIR")
+    assert kdgen_verify(*shlex.split(failure["command"])[2:]).exit_code == 0
+
+
+def _copy_templates(target: Path, name: str, right: str, wrong: str) -> None:
+    source = templates_dir()
+    (target / "kernels").mkdir(parents=True)
+    (target / "lib").symlink_to(source / "lib")
+    for file in (source / "kernels").iterdir():
+        text = file.read_text()
+        (target / "kernels" / file.name).write_text(text.replace(right, wrong) if file.name == name else text)
+        assert file.name != name or right in text
+
+
+def test_options_that_do_not_go_together() -> None:
+    for arguments in (("--fuzz", "1", "tiny", "tiny2"), ("--fuzz", "1", "--fail-fast"), ("--fuzz", "1", "--dtype", "f32"), ("--fuzz", "0")):
+        assert kdgen_verify(*arguments).exit_code == 2, arguments
+
+
+def test_what_stops_a_kernel_is_a_problem_of_the_case(monkeypatch: pytest.MonkeyPatch, cache_directory: Path) -> None:
+    monkeypatch.setattr("kdgen.verify.fuzz.check_exactness", lambda *_: (_ for _ in ()).throw(KdgenError("stopped")))
+    outcome = check_case(open_backend("cpu"), draw_case(1))
+    assert outcome.problem == "stopped" and outcome.exactness is None
+
+
+def test_options_stand_simplest_first() -> None:
+    assert draw.ODD[0] == 1 and draw.VOCABULARIES[0] == 2 and draw.TILED[0] == 16
