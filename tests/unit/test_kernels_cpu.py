@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import TILED, specs
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
@@ -16,7 +17,6 @@ from kdgen.plan.ir import Compute, Plan
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import TOKENS
 from kdgen.verify.kernels import CHECKS, check_kernel, check_kernels, load_kernels
-from tests.strategies import TILED, specs
 
 BACKENDS = {"cpu": TOKENS, "cpu-shuffled": (1, 9), "cpu-checker": (1, 9)}
 MODELS: tuple[tuple[str, Compute], ...] = (("tiny", "f32"), ("tiny", "bf16"), ("tiny2", "f32"), ("tiny2", "bf16"))

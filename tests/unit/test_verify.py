@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from rich.console import Console
+from strategies import specs
 
 import kdgen.render
 import kdgen.verify.run
@@ -23,7 +24,6 @@ from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import Findings, poison
 from kdgen.verify.report import Check, Report, make_report, print_report
 from kdgen.verify.shrink import CPU_PARAMETERS, is_wide, parameters, shrink
-from tests.strategies import specs
 
 SHIPPED = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 
