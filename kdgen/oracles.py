@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.errors import KdgenError
+from kdgen.resources import checkout_dir
 
-#: A folder of cases to use instead of the copy in a source checkout.
+#: A folder of cases to use instead of the source checkout's.
 VARIABLE = "KDGEN_ORACLE_DIR"
 
 
@@ -58,13 +59,14 @@ class TreeCase:
 
 
 def oracle_dir() -> Path | None:
-    """$KDGEN_ORACLE_DIR, else a source checkout's copy, else None. Raises KdgenError when the variable names no folder."""
+    """$KDGEN_ORACLE_DIR, else the source checkout's copy, else None. Raises KdgenError when the variable names no folder."""
     if chosen := os.environ.get(VARIABLE):
         if not Path(chosen).is_dir():
             raise KdgenError(f"{VARIABLE}={chosen} is no folder: point it at a folder of oracle cases, or unset it")
         return Path(chosen)
-    copy = Path(__file__).resolve().parent.parent / "tests" / "oracle" / "data"
-    return copy if copy.is_dir() else None
+    checkout = checkout_dir()
+    copy = checkout / "tests" / "oracle" / "data" if checkout else None
+    return copy if copy and copy.is_dir() else None
 
 
 def model_cases() -> list[ModelCase]:

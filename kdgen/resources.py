@@ -1,4 +1,4 @@
-"""Where the templates and shipped specs are: inside an installed wheel, or beside the package in a source checkout."""
+"""Where things are: templates and shipped specs inside an installed wheel or beside the package, and the source checkout."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def _folder(name: str) -> Path:
         if candidate.is_dir():
             return candidate
     raise KdgenError(f"kdgen's {name} folder is missing beside {PACKAGE}: reinstall the package")
+
+
+def checkout_dir() -> Path | None:
+    """The source checkout that this package lies in, else the one that kdgen was started in, else None."""
+    candidates = (PACKAGE.parent, Path.cwd())
+    return next((folder for folder in candidates if (folder / "kdgen").is_dir() and (folder / "generated").is_dir()), None)
 
 
 def templates_dir() -> Path:

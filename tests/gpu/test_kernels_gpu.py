@@ -9,6 +9,7 @@ from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.draw import Situation
 from kdgen.verify.kernels import check_kernels

@@ -36,10 +36,10 @@ MUTANTS = (
     Mutant("scale f32", "mla_attention_f32.cu.j2", "= dot * SCALE", "= dot", "f32"),
     Mutant("scale bf16", "mla_attention_mma.cu.j2", "rescale = expf(running_max - new_max)", "rescale = 1.0f", "bf16"),
     Mutant("barrier before the partial sums", "linear_f32.cu.j2", BARRIER, "", "f32"),
-    Mutant("barrier before the last tile is overwritten", "mla_attention_mma.cu.j2", f"{BARRIER}  // before this stage", "// before this stage", "bf16",
-           "cpu-checker"),
-    Mutant("barrier before the next tokens", "experts_f32.cu.j2", f"{BARRIER}  // before the next tokens", "// before the next tokens", "f32",
-           "cpu-checker"),
+    Mutant("barrier before the last tile is overwritten", "mla_attention_mma.cu.j2",
+           f"{BARRIER}  // before this stage", "// before this stage", "bf16", "cpu-checker"),
+    Mutant("barrier before the next tokens", "experts_f32.cu.j2",
+           f"{BARRIER}  // before the next tokens", "// before the next tokens", "f32", "cpu-checker"),
 )  # fmt: skip
 
 
