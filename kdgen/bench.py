@@ -121,12 +121,13 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     seconds = _median(backend, launches, lambda: engine.fill_length(context))
     times = []
     if kernels:
-        active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
         for kernel in engine.plan.kernels:
             mine = [each for each in launches if each.kernel == kernel.name]
             if mine and kernel.name not in STATEFUL:
                 many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
                 once = _median(backend, many) / len(many)
+                # the kernels before it ran again on what the last layer left: the routing is theirs
+                active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
                 floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
                 times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
     floor = _step_bytes(engine, rows, context, experts) / bandwidth

@@ -30,8 +30,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   __syncthreads();
 
   for (int e = threadIdx.x; e < EXPERTS; e += BLOCK) {
+    const float mine = choice[e];
     int place = 0;
-    for (int o = 0; o < EXPERTS; ++o) place += choice[o] > choice[e] || (choice[o] == choice[e] && o < e);
+    for (int o = 0; o < e; ++o) place += choice[o] >= mine;
+    for (int o = e + 1; o < EXPERTS; ++o) place += choice[o] > mine;
     if (place < TOP_K) {
       topk_experts[token_row * TOP_K + place] = e;
       chosen_score[place] = score[e];
