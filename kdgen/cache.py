@@ -45,7 +45,12 @@ class Cache:
     def default(cls) -> Cache:
         """The user's cache: ``$KDGEN_CACHE_DIR``, or the platform's cache directory."""
         chosen = os.environ.get("KDGEN_CACHE_DIR")
-        return cls(Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("kdgen"))
+        if not chosen:
+            return cls(platformdirs.user_cache_path("kdgen"))
+        try:
+            return cls(Path(chosen).expanduser())
+        except RuntimeError:  # ~ of a user who has no home directory
+            return cls(Path(chosen))
 
     def get(self, kind: str, key: str, suffix: str) -> Path | None:
         """The entry's file, whole and uncorrupted, or None."""
@@ -136,4 +141,3 @@ def _write(target: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-

@@ -24,6 +24,9 @@ from kdgen.weights.packed import PackedFile
 from kdgen.weights.random import random_weights
 from kdgen.weights.synthetic import MOST_DRAWN, SyntheticWeights, checkpoint_bytes
 
+#: Experts, or layers of a dense model, up to which made-up weights are named one by one; the largest models have tens of thousands.
+_MOST_PARTS = 2_000_000
+
 
 @dataclass(frozen=True)
 class Model:
@@ -71,6 +74,8 @@ def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model
     spec = load_config(path) if path.is_dir() or path.suffix == ".json" else load_spec(source)
     if layers is not None:
         spec = shorten(spec, layers)
+    if (parts := spec.num_hidden_layers * (spec.n_routed_experts or 1)) > _MOST_PARTS:
+        raise KdgenError(f"{spec.name} has {parts} layers and experts in all, too many to make weights up for: --layers cuts the model")
     if checkpoint_bytes(spec) > MOST_DRAWN:
         return Model(spec, SyntheticWeights(spec, seed))
     return Model(spec, CheckpointWeights(random_weights(spec, seed).__getitem__))

@@ -25,7 +25,8 @@ def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.
     width = np.float32(high - low if high != low else 0.001)
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / width, np.float32(0), np.float32(1))
     extrapolated = np.float32(1) - ramp
-    stretched = np.float32(1) / (np.float32(scaling.factor) * frequencies)
+    with np.errstate(over="ignore"):  # stretched beyond float32 means not turning at all
+        stretched = np.float32(1) / (np.float32(scaling.factor) * frequencies)
     blend: NDArray[np.float32] = stretched * (np.float32(1) - extrapolated) + (np.float32(1) / frequencies) * extrapolated
     return blend
 

@@ -62,8 +62,8 @@ class RopeScaling(_Frozen):
     original_max_position_embeddings: Size
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
-    mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    mscale: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # attention's scale has its square, in float32
+    mscale_all_dim: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     attention_factor: Positive | None = None
 
     @model_validator(mode="after")

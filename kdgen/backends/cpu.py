@@ -111,7 +111,7 @@ class _Runtime:
         self.lock = threading.RLock()
         # A forked child has only the thread that forked: it must not inherit a launch half done by another.
         os.register_at_fork(before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release)
-        library = ctypes.CDLL(str(path))
+        library = _open_library(path)
         self._launch = library.emu_launch
         self._launch.argtypes = (ctypes.c_void_p,)
         self._alloc = library.emu_alloc
@@ -205,7 +205,7 @@ class CpuBackend(Backend):
         compiler = host_compiler.find()
         runtime = _runtime(compiler)
         path = _kernel_library(compiler, runtime, tuple(sources), self.mode == "checker")
-        library = ctypes.CDLL(str(path))
+        library = _open_library(path)
         loaded = {}
         for source in sources:
             entry = _Kernel.in_dll(library, f"emu_kernel_{source.name}")
@@ -417,6 +417,14 @@ def _cached_library(key: str, text: str, *, compiler: HostCompiler, flags: Seque
     path = Path(_scratch().name) / f"{key}.{threading.get_ident()}.so"
     path.write_bytes(data)
     return path
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    """Raises BackendError where the library cannot be loaded: a cache on a file system mounted noexec, say."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(f"a compiled library cannot be loaded: {error}; KDGEN_CACHE_DIR names another folder to keep it in") from error
 
 
 _runtime_lock = threading.Lock()

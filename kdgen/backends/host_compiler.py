@@ -39,6 +39,9 @@ _COMMON = (
 )
 
 
+_ELF = b"\x7fELF"
+
+
 @dataclass(frozen=True)
 class HostCompiler:
     """A working compiler. ``identity``, part of every cache key, is what its ``--version`` says and any options in its command."""
@@ -68,18 +71,25 @@ class HostCompiler:
         """Compile ``source`` and link it into the shared library ``output``.
 
         Two steps, because linking with ``-fsanitize=thread`` would bring the sanitizer's own library in.
-        Raises CompileError with the compiler's log; ``what`` names the thing being built.
+        Raises CompileError with the compiler's log, or when it wrote no library; ``what`` names the thing being built.
         """
         objects = output.with_suffix(".o")
         compile_only = [*self.command, *self.flags, *flags, "-x", "c++", "-c", str(source), "-o", str(objects)]
         link = [*self.command, "-shared", "-Wl,-Bsymbolic", str(objects), *libraries, "-o", str(output)]
         for command in (compile_only, link):
             try:
-                done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+                done = _run(command, os.environ)
             except OSError as error:
                 raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
             if done.returncode:
                 raise CompileError(f"{what}: {' '.join(self.command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+        try:
+            with output.open("rb") as file:
+                written = file.read(len(_ELF)) == _ELF
+        except FileNotFoundError:
+            written = False
+        if not written:
+            raise CompileError(f"{what}: {' '.join(self.command)} succeeded, but wrote no shared library: it is no C++ compiler for Linux")
 
 
 def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
@@ -88,7 +98,11 @@ def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
     Raises BackendError, saying what to install, when there is none, or when $CXX names something that does not work.
     """
     if chosen := environ.get("CXX"):
-        compiler = _probe(tuple(shlex.split(chosen)), environ.get("PATH", ""))
+        try:
+            words = tuple(shlex.split(chosen))
+        except ValueError:  # a quotation without an end
+            words = ()
+        compiler = _probe(words, environ.get("PATH", ""))
         if compiler is None:
             raise BackendError(f"CXX is {chosen!r}, which is no working C++ compiler. Unset it or correct it.")
         return compiler
@@ -107,7 +121,7 @@ def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
     if not command:
         return None
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, env={**os.environ, "PATH": path, "LC_ALL": "C"})
+        done = _run([*command, "--version"], {**os.environ, "PATH": path})
     except OSError:
         return None
     identity = done.stdout.strip()
@@ -116,6 +130,11 @@ def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
     family: Family = "zig" if "ziglang" in command or "zig" in Path(command[0]).name else "clang" if "clang" in identity else "gcc"
     options = " ".join(part for part in command[1:] if part.startswith("-"))
     return HostCompiler(command, family, f"{identity} {options}".strip())
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """``command``, with messages in English; what it prints may quote bytes of any encoding. Raises OSError."""
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env={**environ, "LC_ALL": "C"}, check=False)
 
 
 @functools.cache

@@ -6,11 +6,13 @@ environment error, 130 interrupted. A KdgenError is its message alone; ``--debug
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import click
 
@@ -54,9 +56,14 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command and turn what it raises into the exit codes above."""
+        from kdgen.cli.output import printable  # not for --help
+
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed before the start
+                setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
         try:
             result: object = super().invoke(ctx)
-            sys.stdout.flush()  # here, where a closed pipe can still be handled
+            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be handled
             return result
         except (click.exceptions.Exit, click.Abort):
             raise
@@ -67,19 +74,42 @@ class LazyGroup(click.Group):
             if ctx.params["debug"]:
                 traceback.print_exc()
             else:
-                click.echo(f"kdgen: error: {error}", err=True)
+                # names in files may hold what a terminal would obey
+                text = "\n".join(printable(line.expandtabs()) for line in str(error).split("\n"))
+                click.echo(f"kdgen: error: {text}", err=True)
             ctx.exit(2)
         except KeyboardInterrupt:
             click.echo("kdgen: interrupted", err=True)
             ctx.exit(130)
         except BrokenPipeError:
-            # Whoever read our output has enough. Python flushes stdout once more at exit; give it somewhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()  # whoever read it has enough
             ctx.exit(128 + 13)
+        except OSError as error:  # what no stage expected of the file system: a full disk, a name too long, a folder that is gone
+            if ctx.params["debug"]:
+                traceback.print_exc()
+            else:
+                file = "" if error.filename is None else f"{printable(str(error.filename))}: "
+                click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where)", err=True)
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _discard_output()
+            ctx.exit(2)
+        except MemoryError:
+            if ctx.params["debug"]:
+                traceback.print_exc()
+            click.echo("kdgen: error: out of memory on the host", err=True)
+            ctx.exit(2)
         except Exception:
             traceback.print_exc()
             click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
             ctx.exit(2)
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at exit; give it somewhere to go."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=LazyGroup, context_settings={"auto_envvar_prefix": "KDGEN", "help_option_names": ["-h", "--help"]})

@@ -45,6 +45,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 #: safetensors' own limit on a header.
 _MAX_HEADER = 100 * 1024 * 1024
 _MAX_SHOWN = 20
+#: Problems after which the rest is not looked at: a config may claim billions of layers.
+_MAX_COUNTED = 10_000
 PREFIX = "language_model."
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
@@ -56,7 +58,8 @@ def _raise(problems: Iterable[str]) -> None:
     """One WeightError for all problems, if there are any; a long list is cut, with a count."""
     lines = list(problems)
     if lines:
-        more = [f"… and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
+        count = len(lines) - _MAX_SHOWN if len(lines) < _MAX_COUNTED else "thousands"
+        more = [f"… and {count} more"] if len(lines) > _MAX_SHOWN else []
         raise WeightError("\n".join(lines[:_MAX_SHOWN] + more))
 
 
@@ -110,7 +113,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             raise bad(f"has a damaged header entry for {key!r}") from None
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise bad(f"{key}: element type {dtype!r} is not supported")
         if not whole or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise bad(f"has a damaged header entry for {key!r}: shape, type and size disagree")
@@ -123,6 +126,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     expected = 8 + length + (spans[-1][1] if spans else 0)
     if size < expected:
         raise bad(f"is truncated: {size} of {expected} bytes")
+    if size > expected:  # safetensors' own reader refuses it, too
+        raise bad(f"is damaged: {size} bytes, and its header describes {expected}")
     return entries
 
 
@@ -144,7 +149,7 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def _inside(name: str) -> bool:
-    return bool(name) and not re.search(r"[\\:\0]", name) and ".." not in PurePosixPath(name).parts
+    return bool(PurePosixPath(name).parts) and not re.search(r"[\\:\0]", name) and ".." not in PurePosixPath(name).parts
 
 
 def _finite(values: Array) -> bool:
@@ -197,7 +202,7 @@ class Checkpoint(Mapping[str, Array]):
             for key, name in weight_map.items():
                 if key not in found or found[key].file != self.path / name:
                     problems.append(f"{self._index_name}: {key} is not in {name}")
-            problems += [f"{found[key].file.name}: {key} is not in the index" for key in found.keys() - weight_map.keys()]
+            problems += [f"{found[key].file.name}: {key} is not in the index" for key in sorted(found.keys() - weight_map.keys())]
         _raise(problems)
         self._entries: dict[str, Entry] = {}
         for key, entry in found.items():
@@ -256,6 +261,8 @@ class Checkpoint(Mapping[str, Array]):
         expected: set[str] = set()
         for group in spec.tensors():
             for key in group.names():
+                if len(problems) >= _MAX_COUNTED:
+                    _raise(problems)
                 expected.add(key)
                 if key not in self._entries:
                     problems.append(f"{self.path.name}: tensor {key} {list(group.shape)} is missing")

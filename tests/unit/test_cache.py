@@ -74,6 +74,8 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path: Path, monkeypatch: 
 def test_default_reads_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDGEN_CACHE_DIR", str(tmp_path))
     assert Cache.default().path == tmp_path
+    monkeypatch.setenv("KDGEN_CACHE_DIR", "~no-such-user/x")
+    assert Cache.default().path == Path("~no-such-user/x")
     monkeypatch.delenv("KDGEN_CACHE_DIR")
     assert Cache.default().path.name == "kdgen"
 

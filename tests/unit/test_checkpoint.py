@@ -116,7 +116,7 @@ def test_missing_and_truncated_shards_are_both_named(tmp_path: Path) -> None:
     assert "model-00002-of-00003.safetensors: is truncated" in message
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "c:\\x", ""])
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "c:\\x", "", "."])
 def test_an_index_that_points_outside_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     assert "points outside its folder" in refused(tmp_path)
@@ -156,6 +156,8 @@ def header(file: Path, entries: object, data: bytes = b"") -> Path:
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "disagree"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, "disagree"),
         ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "disagree"),
+        ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, "not supported"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, "its header describes"),
         ({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, "not supported"),
         ({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 2**64]}}, "truncated"),
         (
@@ -205,6 +207,12 @@ def test_a_config_that_contradicts_its_tensors(tmp_path: Path) -> None:
     write_model(tmp_path, SMALL, tensors())
     assert "weight_packed" in refused(tmp_path, INT4)
     assert "model.layers.2." in refused(tmp_path, SMALL.model_copy(update={"num_hidden_layers": 3}))
+
+
+def test_a_config_that_claims_billions_of_parts(tmp_path: Path) -> None:
+    write_model(tmp_path, SMALL, tensors())
+    for key in ("num_hidden_layers", "n_routed_experts"):
+        assert "and thousands more" in refused(tmp_path, SMALL.model_copy(update={key: 2**31 - 1}))
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

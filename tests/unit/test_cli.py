@@ -82,6 +82,9 @@ def test_kdgen_errors_are_one_message_and_2(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "interrupted"),
         (click.FileError("x", "unreadable"), 2, "unreadable"),
         (ZeroDivisionError("bug"), 2, "ZeroDivisionError: bug"),
+        (KdgenError("evil\x1b[31m\nnext"), 2, "evil\\x1b[31m\nnext"),
+        (OSError(36, "File name too long", "evil\x1b"), 2, "kdgen: error: evil\\x1b: File name too long (--debug"),
+        (MemoryError(), 2, "out of memory"),
     ],
 )
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str) -> None:
@@ -101,6 +104,22 @@ def test_a_reader_that_leaves_early_is_no_traceback(file: Path) -> None:
     process = subprocess.run([sys.executable, "-c", script, "inspect", str(file)], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (process.returncode, process.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_output_that_finds_no_room_is_an_error(file: Path) -> None:
+    script = "from kdgen.cli import main; main(prog_name='kdgen')"
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run([sys.executable, "-c", script, "inspect", str(file)], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stderr) == (2, "kdgen: error: No space left on device (--debug shows where)\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_traceback(file: Path, closed: str) -> None:
+    script = "from kdgen.cli import main; main(prog_name='kdgen')"
+    command = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", script, "inspect", str(file)]
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_inspect(file: Path, tmp_path: Path) -> None:

@@ -483,6 +483,28 @@ def test_cxx_that_does_not_work() -> None:
         host_compiler.find({"CXX": "/nowhere/c++", "PATH": os.environ["PATH"]})
 
 
+def test_cxx_without_a_closing_quotation() -> None:
+    with pytest.raises(BackendError, match="no working C\\+\\+ compiler"):
+        host_compiler.find({"CXX": '"c++', "PATH": os.environ["PATH"]})
+
+
+@pytest.mark.parametrize("writes", ["", "echo garbage > $out"])
+def test_a_compiler_that_writes_no_library(tmp_path: Path, own_cache: Path, writes: str) -> None:
+    script = tmp_path / "c++"
+    version = r"""case "$1" in --version) printf 'not \377 UTF-8\n'; exit;; esac"""
+    script.write_text(f"#!/bin/sh\n{version}\nfor out; do :; done\n{writes}\n")
+    script.chmod(0o755)
+    compiler = host_compiler.find({"CXX": str(script), "PATH": os.environ["PATH"]})
+    with pytest.raises(CompileError, match=r"thing: .*wrote no shared library"):
+        compiler.build(tmp_path / "a.cpp", tmp_path / "a.so", flags=(), libraries=(), what="thing")
+
+
+def test_a_library_that_cannot_be_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCompiler, "build", lambda compiler, source, output, **_: output.write_bytes(b"\x7fELF"))
+    with pytest.raises(BackendError, match=r"cannot be loaded: .*KDGEN_CACHE_DIR"):
+        CpuBackend().load([source("unloadable", "  out[0] = 1;")])
+
+
 def test_cxx_may_carry_options() -> None:
     plain = host_compiler.find()
     chosen = host_compiler.find({"CXX": " ".join([*plain.command, "-DX=1"]), "PATH": os.environ["PATH"]})

@@ -143,6 +143,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"rope_scaling": {**YARN, "factor": 0.5}}, "rope_scaling.factor", "greater than or equal to 1"),
     ({"rope_scaling": {**YARN, "factr": 0.5}}, "rope_scaling.factr", "did you mean factor?"),
     ({"rope_scaling": {**YARN, "beta_slow": 64}}, "rope_scaling", "beta_fast must exceed beta_slow"),
+    ({"rope_scaling": {**YARN, "mscale_all_dim": 1e200}}, "rope_scaling.mscale_all_dim", "less than or equal to 1000000"),
     ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta", "must exceed 1"),
     ({"num_attention_heads": 2**27}, "num_attention_heads", "2^31"),
     ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "memory", "64-bit"),

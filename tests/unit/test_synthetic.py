@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,11 @@ def test_cutting_layers() -> None:
     assert dims(shorten(dense, 2)) == (2, 2)
     with pytest.raises(SpecError):
         random_model("no-such-spec")
+
+
+def test_weights_of_billions_of_layers_are_not_made_up(tmp_path: Path) -> None:
+    file = tmp_path / "deep.yaml"
+    file.write_text(load_spec("tiny").model_copy(update={"num_hidden_layers": 2**31 - 1}).to_yaml())
+    with pytest.raises(KdgenError, match="--layers"):
+        random_model(str(file))
+    assert random_model(str(file), 2).spec.num_hidden_layers == 2
