@@ -22,6 +22,7 @@ from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
+from kdgen.sampling import Sampling
 from kdgen.spec import Spec, show
 
 DRAFTERS = ("ngram", "replay", "random", "adversarial", "none")
@@ -62,6 +63,7 @@ class Generated:
     draft: str
     budget: int
     block_size: int
+    sampling: Sampling
     tokens: tuple[int, ...]
     acceptance_lengths: tuple[int, ...]
     target_forwards: int
@@ -84,6 +86,7 @@ class _Run:
     block_size: int
     chunk: int | None
     seed: int
+    sampling: Sampling
 
 
 @click.command("generate", short_help="Decode tokens with a model's weights, plainly or with draft trees.")
@@ -98,6 +101,11 @@ class _Run:
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
 @click.option("--context", type=click.IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
 @click.option("--chunk", type=click.IntRange(1, Limits().max_tokens), help="Prompt tokens a forward; changes no bit.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the likeliest.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest tokens that together have this.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this part of the likeliest.")
+@click.option("--sample-seed", type=int, default=0, show_default=True, help="The same seed draws the same tokens, with drafts or without.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--check-exact", is_flag=True, help="Decode plainly too, and compare tokens and cache bits; exit code 1 if any differ.")
 @click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
@@ -107,10 +115,11 @@ class _Run:
 @click.pass_context
 def command(
     ctx: click.Context, model: str, prompt_ids: str, max_new_tokens: int, draft: str, error_rate: float, budget: int, block_size: int,
-    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, ignore_eos: bool, check_exact: bool,
-    random_weights: bool, layers: int | None, seed: int, as_json: bool,
+    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
+    min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else.
+    """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
+    tokens nor those drawn with a --temperature.
 
     The model is a folder as published: config.json and safetensors, unquantized or with INT4 experts. Token ids go to stdout,
     statistics to stderr.
@@ -119,6 +128,7 @@ def command(
     """
     if layers is not None and not random_weights:
         raise click.UsageError("--layers cuts a model with made-up weights: add --random-weights")
+    sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     with status() as say:
         say(f"opening {model}")
         opened_model = random_model(model, layers, seed) if random_weights else open_model(Path(model))
@@ -128,7 +138,7 @@ def command(
     if len(prompt) + max_new_tokens > room:
         warn(f"a context of {room} holds {room - len(prompt)} new tokens after this prompt, not {max_new_tokens}")
     stop = () if ignore_eos else spec.eos_token_id
-    run = _Run(prompt, max_new_tokens, stop, draft, error_rate, budget, block_size, chunk, seed)
+    run = _Run(prompt, max_new_tokens, stop, draft, error_rate, budget, block_size, chunk, seed, sampling)
     with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
         opened = open_engine(opened_model, room, dtype, backend, seed, bar)
     with status() as say:
@@ -172,13 +182,15 @@ def _decode(engine: Engine, run: _Run, check: bool) -> tuple[Decoded, bool | Non
     """The run asked for, and whether it equals plain decoding where that was asked too."""
     plain = None
     if check or run.draft in ("replay", "adversarial"):
-        plain = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, 1 if run.draft == "none" else run.chunk)
+        chunk = 1 if run.draft == "none" else run.chunk
+        plain = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, chunk, run.sampling)
     rows = engine.cache_rows() if check else None
     if run.draft == "none":
-        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk)
+        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk, run.sampling)
     else:
         drafter = _drafter(run, engine.spec, plain.tokens if plain else ())
-        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, drafter, run.budget, run.block_size, run.stop, run.chunk)
+        tree = (drafter, run.budget, run.block_size)
+        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling)
     if plain is None or rows is None:
         return decoded, None
     # a tree that holds a stop token may have committed more behind it
@@ -210,6 +222,7 @@ def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, exact: bool
         draft=run.draft,
         budget=run.budget,
         block_size=run.block_size,
+        sampling=run.sampling,
         tokens=decoded.tokens,
         acceptance_lengths=decoded.acceptance_lengths,
         target_forwards=decoded.target_forwards,

@@ -21,6 +21,7 @@ Array = NDArray[Any]
 Size = Literal["full", "slice"]
 POISON = 0xFF  #: every byte of memory that a kernel has yet to write: NaN as a float, -1 as an integer
 GUARD_ROWS = 2  #: poisoned rows behind the last that a kernel may write
+SURPLUS_ROWS = 33  #: token rows that a grid is too large by: more than a tile
 SLICE_TILES = 2  #: row tiles, heads, experts or layers of a slice
 TOKENS = (1, 7, 8, 9, 33)  #: around the tiles of 8 and 32 tokens
 
@@ -175,8 +176,11 @@ class Bench:
         sequences: int = 1,
         grid: Mapping[int, int] | None = None,
     ) -> None:
-        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``."""
-        x, y, z = (extent.value(tokens, context, sequences) for extent in self.kernel.grid)
+        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``.
+
+        The grid is for more token rows than there are: hosts know an upper bound alone, and blocks beyond the last row must do nothing.
+        """
+        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences) for extent in self.kernel.grid)
         grid = grid or {}
         self.backend.launch(
             self.kernel.name,

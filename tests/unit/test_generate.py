@@ -99,6 +99,18 @@ def test_no_draft_changes_anything(model: Path, draft: str, dtype: str) -> None:
     assert sum(found["acceptance_lengths"]) >= (len(found["tokens"]) - 1 if draft != "none" else 0)
 
 
+def test_no_draft_changes_what_is_drawn(model: Path) -> None:
+    options = ["--max-new-tokens", "14", "--ignore-eos", "--temperature", "1.3", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01"]
+    drawn = {seed: report(model, *options, "--sample-seed", str(seed))["tokens"] for seed in (1, 2)}
+    greedy = report(model, "--max-new-tokens", "14", "--ignore-eos")
+    assert len({tuple(drawn[1]), tuple(drawn[2]), tuple(greedy["tokens"])}) == 3
+    assert greedy["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    for draft in ("replay", "random", "ngram"):
+        found = report(model, *options, "--sample-seed", "2", "--draft", draft, "--error-rate", "0.3", "--check-exact")
+        assert (found["tokens"], found["exact"], found["sampling"]["seed"]) == (drawn[2], True, 2)
+    assert "between 0.001 and 100" in refused(model, "--temperature", "-1")
+
+
 def test_a_difference_is_a_finding(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kdgen.cli import generate as module
 

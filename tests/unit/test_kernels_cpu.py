@@ -1,4 +1,5 @@
-"""Every kernel of the tiny specs, and of models drawn at random, alone on the CPU backend in each of its modes."""
+"""Every kernel of the tiny specs, their variants, and models drawn at random, alone on the CPU backend in each of its modes; then whole
+decodes of several sequences, in shuffled order with late copies, and under the checker."""
 
 from __future__ import annotations
 
@@ -14,17 +15,23 @@ from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import TOKENS
+from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import CHECKS, check_kernel, check_kernels, load_kernels
+from kdgen.verify.variants import variants
 
 BACKENDS = {"cpu": TOKENS, "cpu-shuffled": (1, 9), "cpu-checker": (1, 9)}
-MODELS: tuple[tuple[str, Compute], ...] = (("tiny", "f32"), ("tiny", "bf16"), ("tiny2", "f32"), ("tiny2", "bf16"))
+VARIANTS = {spec.name: spec for spec in variants()}
+COMPUTES: tuple[Compute, ...] = ("f32", "bf16")
+MODELS = [(name, compute) for name in ("tiny", "tiny2", *VARIANTS) for compute in COMPUTES if (name, compute) != ("tiny-odd", "bf16")]
 
 
 @cache
 def model(name: str, compute: Compute) -> tuple[Spec, Plan]:
-    spec = load_spec(name)
+    spec = VARIANTS.get(name) or load_spec(name)
     return spec, build_plan(spec, compute)
 
 
@@ -89,3 +96,22 @@ def test_float32_kernels_under_the_checker(spec: Spec, seed: int) -> None:
 @given(spec=specs(sizes=TILED, quantized=True, dtypes=("bfloat16",)), seed=seeds)
 def test_tensor_core_kernels_under_the_checker(spec: Spec, seed: int) -> None:
     check_all(open_backend("cpu-checker", seed), spec, "bf16", seed, (2, 9))
+
+
+#: Two sequences over two slabs, one of them taken over by a third request: chunks, trees, compaction and sampling side by side.
+BUSY = Situation(
+    weights_seed=2, slots=2, spare=0, max_tokens=7,
+    requests=(
+        RequestDraw(1, 9, 6, 4, "replay", 0.2, 7, 4, None, GREEDY, 0),
+        RequestDraw(2, 3, 3, 64, "random", 0.0, 5, 3, None, Sampling(1.0, top_k=9, top_p=0.9, min_p=0.01, seed=6), 0),
+        RequestDraw(3, 5, 3, 64, "none", 0.0, 0, 2, None, GREEDY, 1),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cpu-shuffled", "cpu-checker"])
+@pytest.mark.parametrize(("name", "compute"), [("tiny-odd", "f32"), ("tiny-int4", "f32"), ("tiny-int4", "bf16"), ("tiny-v2", "bf16")])
+def test_several_sequences(name: str, compute: Compute, backend: str) -> None:
+    found = check_exactness(open_backend(backend, seed=3), VARIANTS[name], compute, BUSY)
+    assert not found.problem, found.problem
+    assert found.accepted > 0

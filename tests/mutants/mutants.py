@@ -1,0 +1,505 @@
+"""The mutants: where, what was right, what is wrong, what bug that is, and which part of ``kdgen verify`` should see it.
+
+``right`` stands exactly once in its file. ``part`` is the part of the report (kdgen.verify.report.Check) that catches it first:
+``kernel`` is one kernel against float64 and by bits in other companies, ``checker`` the race checker, ``together`` and ``decode``
+whole models by bits, ``logits`` whole models against oracle or float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    right: str
+    wrong: str
+    bug: str
+    part: str = "kernel"
+
+
+def _in(template: str, *edits: tuple[str, str, str] | tuple[str, str, str, str]) -> list[Mutant]:
+    """Mutants of one file from (bug, right, wrong, part)."""
+    path = template if "/" in template else f"templates/kernels/{template}.cu.j2"
+    stem = path.rpartition("/")[2].partition(".")[0]
+    found = []
+    for bug, right, wrong, *part in edits:
+        found.append(Mutant(f"{stem}: {bug}", path, right, wrong, bug, *part))
+    return found
+
+
+TEMPLATES = [
+    *_in(
+        "advance",
+        ("the root is the first row's choice", "next_token[step_begin[place + 1] - 1]", "next_token[step_begin[place]]"),
+        ("grows by one token whatever the run", "+= step_begin[place + 1] - step_begin[place];", "+= 1;"),
+    ),
+    *_in(
+        "argmax",
+        ("ties to the higher id", "b.index < a.index", "b.index > a.index"),
+        ("the last warp is left out", "w < WARPS; ++w) best", "w < WARPS - 1; ++w) best"),
+        (
+            "no barrier before the warps are joined",
+            "  __syncthreads();\n  if (threadIdx.x != 0) return;",
+            "  if (threadIdx.x != 0) return;",
+        ),
+    ),
+    *_in(
+        "chain_rows",
+        ("positions count the step's other rows", "sequence_length[sequence] + i - step_begin[place]", "sequence_length[sequence] + i"),
+        ("a row's own key counts as a tree's", "row_prefix[i] = position + 1;", "row_prefix[i] = position;"),
+        ("a run's first row goes to the sequence before", "step_begin[place + 1] <= i", "step_begin[place + 1] < i"),
+    ),
+    *_in(
+        "embed",
+        ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;", "checker"),
+    ),
+    *_in(
+        "experts_f32",
+        ("scale of the next group at a group's last input", "(k / GROUP) * ROWS", "((k + 1) / GROUP) * ROWS"),
+        ("nibbles from the top", ">> (k % 8 * 4) & 15", ">> ((7 - k % 8) * 4) & 15"),
+        ("zero point 7", "stored - 8", "stored - 7"),
+        ("gate and up exchanged", "total / (1.0f + expf(-total)) * total_up", "total_up / (1.0f + expf(-total_up)) * total"),
+        ("token rows by list place", "(assignments[begin + t] / ASSIGNMENTS_PER_X_ROW)", "((begin + t) / ASSIGNMENTS_PER_X_ROW)"),
+        (
+            "only the first tile of tokens",
+            "begin < active_end[active]; begin += TOKENS",
+            "begin < active_begin[active] + 1; begin += TOKENS",
+        ),
+        ("accumulators not cleared", "      sum[t] = 0.0f;\n", ""),
+        (
+            "no barrier before the next tokens",
+            "    __syncthreads();  // before the next tokens overwrite the partial sums\n",
+            "",
+            "checker",
+        ),
+    ),
+    *_in(
+        "experts_mma",
+        ("scale of the neighbouring group", "half ? bf16x2_hi(scales.x) : bf16x2_lo(scales.x)", "bf16x2_lo(scales.x)"),
+        (
+            "scale of the row 8 above",
+            "half ? bf16x2_hi(scales.y) : bf16x2_lo(scales.y)",
+            "half ? bf16x2_hi(scales.x) : bf16x2_lo(scales.x)",
+        ),
+        ("zero point 7", "0x43084308u", "0x43074307u"),
+        ("words of a half exchanged", "half ? four.w : four.y", "half ? four.y : four.w"),
+        ("reads inputs beyond an odd half", "        if (COLS % 64 != 0 && step * 64 + half * 32 >= COLS) break;\n", "", "checker"),
+        ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
+        (
+            "rows 8 to 15 get those of 0 to 7",
+            "out[n + 8] = from_float<{{ p.out }}>(sum[t][i + 2])",
+            "out[n + 8] = from_float<{{ p.out }}>(sum[t][i])",
+        ),
+        (
+            "second tile of tokens reads the first's",
+            "assignments + begin, count, row_tile, y);\n    else",
+            "assignments, count, row_tile, y);\n    else",
+        ),
+        ("waits for one stage too few", "cp_async_wait<SLOTS - 2>();", "cp_async_wait<SLOTS - 1>();", "checker"),
+        (
+            "no wait between copying lanes and reading ones",
+            "    __syncwarp();  // the stage is there, copied by all lanes; the slot that is refilled next has been read by all\n",
+            "",
+            "checker",
+        ),
+        ("refills the slot that is read", "copy_stage(stage + SLOTS - 1);", "copy_stage(stage + SLOTS);"),
+        (
+            "no wait before the next tokens' copies",
+            "  __syncwarp();  // before the next tokens' copies overwrite the ring\n",
+            "",
+            "checker",
+        ),
+        (
+            "accumulators of rows 8 to 15 not cleared",
+            "sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;",
+            "sum[t][0] = sum[t][1] = 0.0f;",
+        ),
+    ),
+    *_in(
+        "kv_compact",
+        ("the last accepted row stays behind", "j < accepted_count[place]; ++j", "j < accepted_count[place] - 1; ++j"),
+        ("from the end of the path", "int j = 1; j < accepted_count[place]; ++j", "int j = accepted_count[place] - 1; j > 0; --j"),
+        ("slab by place in the step", "row_sequence[root];", "place;"),
+        ("rows of the first layer alone", "(size_t)layer * max_sequences", "(size_t)0 * max_sequences"),
+        ("the root's prefix of the step's first tree", "row_prefix[root]) * ROW", "row_prefix[0]) * ROW"),
+    ),
+    *_in(
+        "linear_f32",
+        ("no barrier before the slices are joined", "  __syncthreads();\n  if (n >= OUTPUTS) return;", "  if (n >= OUTPUTS) return;"),
+        (
+            "slices joined in another order for several tokens",
+            "for (int s = 0; s < SLICES; ++s) total += partial[s][t][lane];",
+            "for (int s = 0; s < SLICES; ++s) total += partial[count > 1 ? SLICES - 1 - s : s][t][lane];",
+        ),
+        ("bias by lane", "total += bias[n];", "total += bias[lane];"),
+        ("residual overwritten", "*out += total;", "*out = total;"),
+        ("inputs that SLICES does not divide are lost", "k < (slice + 1) * COLS / SLICES", "k < slice * COLS / SLICES + COLS / SLICES"),
+        ("every head takes the first one's weights", "weight + (size_t)batch * COLS * ROWS", "weight + (size_t)batch * 0 * ROWS"),
+        ("gate and up exchanged", "total / (1.0f + expf(-total)) * total_up", "total_up / (1.0f + expf(-total_up)) * total"),
+        ("one token row too many", "t < count; t += SLICES", "t <= count; t += SLICES"),
+    ),
+    *_in(
+        "linear_mma",
+        ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
+        (
+            "warps joined in another order for several tokens",
+            "total += shared->partial[s][t][i][lane];",
+            "total += shared->partial[count > 8 ? WARPS - 1 - s : s][t][i][lane];",
+        ),
+        ("no barrier before the ring becomes partial sums", "  __syncthreads();  // the ring becomes the partial sums\n", "", "checker"),
+        ("no barrier before the warps are joined", "= sum[t][i];\n  __syncthreads();\n", "= sum[t][i];\n"),
+        ("waits for one stage too few", "cp_async_wait<SLOTS - 2>();", "cp_async_wait<SLOTS - 1>();", "checker"),
+        ("leaves with copies under way", "    cp_async_wait<0>();\n    return;", "    return;", "checker"),
+        ("refills the slot that is read", "copy_stage(shared, w, stage + SLOTS - 1);", "copy_stage(shared, w, stage + SLOTS);"),
+        ("gate and up exchanged", "(gate / (1.0f + expf(-gate)) * up)", "(up / (1.0f + expf(-up)) * gate)"),
+        (
+            "accumulators of odd tokens not cleared",
+            "sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;",
+            "sum[t][0] = sum[t][2] = 0.0f;",
+        ),
+        ("16 tokens computed as 8", "else if (count <= 16)\n    warp_product<2>", "else if (count <= 16)\n    warp_product<1>"),
+        ("bias of the next row", "total += bias[n];", "total += bias[min(n + 1, ROWS - 1)];"),
+    ),
+    *_in(
+        "mla_attention_f32",
+        ("a tree's first key taken for a committed one", "position < prefix ?", "position <= prefix ?"),
+        ("tree keys in slot order", "prefix + path[position - prefix]", "prefix + (position - prefix)"),
+        ("no softmax scale", "= dot * SCALE", "= dot"),
+        ("one key too many", "min(first_key + SPLIT, last_key + 1)", "min(first_key + SPLIT, last_key + 2)"),
+        (
+            "tile bounds depend on the token count",
+            "tile_key += TILE) {\n    const int keys = min(TILE, end_key - tile_key);",
+            "tile_key += *num_tokens > 8 ? 24 : TILE) {\n    const int keys = min(*num_tokens > 8 ? 24 : TILE, end_key - tile_key);",
+        ),
+        ("no barrier between scores and maximum", "score[j] = dot * SCALE;\n    }\n    __syncthreads();", "score[j] = dot * SCALE;\n    }"),
+        ("values not rescaled", "float sum = values[v] * rescale;", "float sum = values[v];"),
+        ("every sequence reads the first slab", "(size_t)row_sequence[token_row] * context_capacity", "(size_t)0 * context_capacity"),
+        ("no barrier before the tile is overwritten", "    __syncthreads();  // the query row, or the last tile's reads\n", ""),
+    ),
+    *_in(
+        "mla_attention_mma",
+        ("mask one key late", "tile_key + key < end_key ?", "tile_key + key <= end_key ?"),
+        ("no barrier before a stage is loaded again", "    __syncthreads();  // before this stage is loaded again\n", "", "checker"),
+        ("does not wait for its copies", "cp_async_wait<1>();", "cp_async_wait<2>();", "checker"),
+        ("heads 8 to 15 rescaled as 0 to 7", "shared->rescale[lane / 4 + 8]", "shared->rescale[lane / 4]"),
+        ("tree keys in slot order", "prefix + path[position - prefix]", "prefix + (position - prefix)"),
+        ("writes heads that do not exist", "if (first_head + row < HEADS) split_values", "split_values"),
+        ("next tile into the stage that is read", "load_keys(tile_key + TILE, stage ^ 1)", "load_keys(tile_key + TILE, stage)"),
+        ("sums not rescaled", "fmaf(running_sum, rescale, sum)", "running_sum + sum"),
+        (
+            "scores' chains added in another order for several tokens",
+            "dot += chain[c][i];",
+            "dot += chain[*num_tokens > 8 ? CHAINS - c : c][i];",
+        ),
+        ("a chain is left out", "for (int c = 1; c < CHAINS; ++c) dot", "for (int c = 1; c < CHAINS - 1; ++c) dot"),
+    ),
+    *_in(
+        "mla_combine",
+        ("a split too few at its bounds", "row_position[token_row] / SPLIT + 1", "(row_position[token_row] + SPLIT - 1) / SPLIT"),
+        (
+            "sums not rescaled",
+            "weighted_sum[threadIdx.x] = weight[threadIdx.x] * split_sum[i];",
+            "weighted_sum[threadIdx.x] = split_sum[i];",
+        ),
+        (
+            "splits joined in another order for several tokens",
+            "all_sum += weighted_sum[j];",
+            "all_sum += weighted_sum[*num_tokens > 8 ? count - 1 - j : j];",
+        ),
+        ("no barrier after the weights", "      __syncthreads();\n      const int count", "      const int count"),
+        ("no barrier after the warps' maxima", "= largest;\n  __syncthreads();", "= largest;"),
+    ),
+    *_in(
+        "moe_combine",
+        ("residual overwritten", "+ i] += sum;", "+ i] = sum;"),
+        (
+            "experts summed in another order for several tokens",
+            "token_row * TOP_K + k;",
+            "token_row * TOP_K + (*num_tokens > 1 ? TOP_K - 1 - k : k);",
+        ),
+    ),
+    *_in(
+        "moe_sort",
+        ("the last expert is never active", "active + (expert_count[e] > 0)", "active"),
+        ("no barrier after counting", "  __syncthreads();\n", "", "checker"),
+        ("lists one assignment late", "assignments[begin++] = a", "assignments[++begin] = a"),
+    ),
+    *_in(
+        "rmsnorm",
+        ("eps outside the root", "1.0f / sqrtf(square_sum / WIDTH + EPS)", "1.0f / (sqrtf(square_sum / WIDTH) + EPS)"),
+        ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
+        ("mean over the stride", "square_sum / WIDTH + EPS", "square_sum / X_STRIDE + EPS"),
+        ("the first warp is left out", "int w = 0; w < WARPS", "int w = WARPS > 1; w < WARPS"),
+    ),
+    *_in(
+        "rope_cache",
+        ("pairings exchanged", "{% if p.interleave %}", "{% if not p.interleave %}"),
+        ("rotated by slot instead of position", "cos_table + (size_t)row_position[token_row]", "cos_table + (size_t)row_slot[token_row]"),
+        ("nodes of one depth share a slot", "context_capacity + row_slot[token_row]", "context_capacity + row_position[token_row]"),
+        (
+            "queries turned the other way",
+            "a * cos_row[i] - b * sin_row[i]);\n    out[second",
+            "a * cos_row[i] + b * sin_row[i]);\n    out[second",
+        ),
+        ("eps left out", "sqrtf(square_sum / KV_LORA + EPS)", "sqrtf(square_sum / KV_LORA)"),
+    ),
+    *_in(
+        "router_logits",
+        ("every token of a full tile reads the first", "load(x, h + (size_t)t * HIDDEN + k);", "load(x, h + k);"),
+        (
+            "warps joined in another order in full tiles",
+            "total += partial[w][e][t];",
+            "total += partial[count == TOKENS ? WARPS - 1 - w : w][e][t];",
+        ),
+        ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
+        ("experts beyond the last", "if (first_expert + e < EXPERTS) logits", "logits"),
+    ),
+    *_in(
+        "router_topk",
+        ("tied experts share a place", "place += choice[o] >= mine;", "place += choice[o] > mine;"),
+        ("weights from biased scores", "chosen_score[place] = score[e];", "chosen_score[place] = choice[e];"),
+        ("a group's best counted twice", "best + second", "best + best"),
+        ("one group too many", "place >= TOPK_GROUP", "place > TOPK_GROUP"),
+        ("ties to the higher group", "(group_score[o] == group_score[g] && o < g)", "(group_score[o] == group_score[g] && o > g)"),
+        ("no scaling factor after normalising", "/ (sum + 1e-20f) * ROUTED_SCALING", "/ (sum + 1e-20f)"),
+        (
+            "no barrier before the weights",
+            "  __syncthreads();\n  for (int i = threadIdx.x; i < TOP_K",
+            "  for (int i = threadIdx.x; i < TOP_K",
+            "checker",
+        ),
+        (
+            "softmax over all but the last expert",
+            "for (int e = 0; e < EXPERTS; ++e) sum +=",
+            "for (int e = 0; e < EXPERTS - 1; ++e) sum +=",
+        ),
+    ),
+    *_in(
+        "sample",
+        ("noise keyed by row instead of position", "row_position[token_row] + 1;", "token_row + 1;"),
+        ("seed's low word twice", "(u32)seed[2 * sequence + 1]", "(u32)seed[2 * sequence]"),
+        ("the same noise for four tokens", "const u32 word = token % 4;", "const u32 word = position % 4;"),
+        ("temperature left out", "(row[i] - largest) * inverse + gumbel", "(row[i] - largest) + gumbel"),
+        ("top-p over what top-k left out, too", "(lowest_key | bit) && kept(ordered(row[i]), i)", "(lowest_key | bit)"),
+        ("one of the tied too many", "token < equal_below", "token <= equal_below"),
+        ("parameters of the step's first row", "const int sequence = row_sequence[token_row];", "const int sequence = row_sequence[0];"),
+        ("-0 below 0", "__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
+        (
+            "scratch overwritten while it is read",
+            "  __syncthreads();\n  if (threadIdx.x % 32 == 0) scratch",
+            "  if (threadIdx.x % 32 == 0) scratch",
+            "checker",
+        ),
+    ),
+    *_in(
+        "top_k",
+        ("ties to the higher id", "a.index < b.index", "a.index > b.index"),
+        ("log-probabilities not normalised", "(best.value - largest) - log_sum", "(best.value - largest)"),
+        (
+            "no barrier before the warps are joined",
+            "    __syncthreads();\n    for (int w = 0; w < WARPS; ++w) {\n",
+            "    for (int w = 0; w < WARPS; ++w) {\n",
+        ),
+    ),
+    *_in(
+        "tree_accept",
+        ("the next root is the root's choice", "root_token[sequence] = chosen[node];", "root_token[sequence] = chosen[0];"),
+        ("commits one token too few", "sequence_length[sequence] += count;", "sequence_length[sequence] += count - 1;"),
+        ("any node with the token is a child", "parent[i] == node && token[i] == wanted", "token[i] == wanted && i > node"),
+        ("choices of the step's first tree", "next_token + step_begin[place]", "next_token"),
+        ("the last child of a full warp is not looked at", "i < size; i += 32", "i < size - 1; i += 32"),
+    ),
+    *_in(
+        "tree_build",
+        ("ties to the larger ranks", "return high < than_high", "return high > than_high"),
+        ("a sibling keeps its elder's probability", "best.score - (double)row[best.rank] +", "best.score +"),
+        ("children hang on their grandparent", "child.parent = size;", "child.parent = best.parent;"),
+        ("scores summed in float32", "  double score;  // path", "  float score;  // path"),
+        ("one depth too many", "best.depth < depths &&", "best.depth <= depths &&"),
+        ("no barrier before the search", "    __syncthreads();  // lane 0 has opened and taken\n", "", "checker"),
+    ),
+    *_in(
+        "tree_rows",
+        ("the root counts as committed", "row_prefix[row] = length;", "row_prefix[row] = length + 1;"),
+        ("a node does not see itself", "int node = i;", "int node = parent[i] < 0 ? 0 : parent[i];"),
+        ("positions by node", "length + node_depth;", "length + i;"),
+        ("trees at a fixed distance", "begin += tree_size[p];", "begin += MAX_NODES;"),
+    ),
+]
+
+PLAN = [
+    *_in(
+        "kdgen/plan/kernels.py",
+        (
+            "half as many splits launched",
+            "splits = Extent(per_context=self.split)",
+            "splits = Extent(per_context=2 * self.split)",
+            "together",
+        ),
+        (
+            "YaRN's part of the softmax scale left out, float32",
+            "scale=s.softmax_scale, block",
+            "scale=s.qk_head_dim**-0.5, block",
+            "together",
+        ),
+        (
+            "YaRN's part of the softmax scale left out, bf16",
+            "scale=s.softmax_scale, smem_comment",
+            "scale=s.qk_head_dim**-0.5, smem_comment",
+            "logits",
+        ),
+        ("the query norm takes rms_norm_eps", "x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)", "x_stride=self.kv_a_stride)", "together"),
+        ("the latent norm takes rms_norm_eps", "eps=LORA_NORM_EPS, interleave", "eps=s.rms_norm_eps, interleave", "together"),
+        ("RoPE of the wrong columns", "kv_a_offset=s.q_lora_rank or 0", "kv_a_offset=0", "together"),
+        ("heads' q_nope one after another", "x_batch_stride=s.qk_head_dim", "x_batch_stride=s.qk_nope_head_dim", "together"),
+        ("the experts' down reads token rows", "hidden, width, 1, False", "hidden, width, s.num_experts_per_tok, False", "together"),
+        ("fewer experts launched than can be active", "cap=s.n_routed_experts or 0)", "cap=s.num_experts_per_tok)", "kernel"),
+        ("warps that leave steps over", "if warps <= most and steps % warps == 0)", "if warps <= most)", "refused"),
+    ),
+    *_in(
+        "kdgen/plan/programs.py",
+        (
+            "shared experts left out",
+            "if not spec.shared_intermediate_size:\n        return routed",
+            "if True:\n        return routed",
+            "together",
+        ),
+        (
+            "the second norm takes the first's weights",
+            '_norm(layer_weight("post_attention_layernorm"))',
+            '_norm(layer_weight("input_layernorm"))',
+            "together",
+        ),
+        (
+            "rotated after attention",
+            'queries, rope, _linear("w_uk_absorb", "q", "query"), attend',
+            'queries, _linear("w_uk_absorb", "q", "query"), attend, rope',
+            "together",
+        ),
+        (
+            "compaction before the walk is known",
+            'launch("kv_compact", *_buffers(compact), integer(limits.capacity)',
+            'launch("kv_compact", *_buffers(compact), integer(limits.max_context)',
+            "together",
+        ),
+        (
+            "trees drawn from greedy choices",
+            "Stage((*choose, *_commit_launches(limits)))",
+            "Stage((choose[0], *_commit_launches(limits)))",
+            "together",
+        ),
+    ),
+    *_in(
+        "kdgen/plan/weights.py",
+        (
+            "experts' gate and up exchanged",
+            "(experts, 2 * width, hidden), gate, up, layers=moe",
+            "(experts, 2 * width, hidden), up, gate, layers=moe",
+            "together",
+        ),
+        ("tied embeddings forgotten", "embed if spec.tie_word_embeddings else", "embed if not spec.tie_word_embeddings else", "together"),
+    ),
+]
+
+HOST = [
+    *_in(
+        "kdgen/engine.py",
+        (
+            "reset leaves the length on the device",
+            'self.backend.write(self._buffers["sequence_length"], np.zeros(1, np.int32), sequence)\n        if',
+            "if",
+            "together",
+        ),
+        ("reset keeps the old sampling", "if self._sampling[sequence] != sampling:", "if self._sampling[sequence] is None:", "together"),
+        (
+            "grids sized for the first sequence",
+            "max(self._lengths[sequence] for sequence in sequences)",
+            "self._lengths[sequences[0]]",
+            "together",
+        ),
+        ("accepted rows counted from the step's begin", "int(begins[place]) + int(node)", "int(node)", "together"),
+        (
+            "the second half of seeds is lost",
+            "np.array([s.seed for s in chosen], np.uint64)",
+            "np.array([s.seed % 2**32 for s in chosen], np.uint64)",
+            "decode",
+        ),
+        (
+            "top-p never written",
+            'self._write("top_p", np.array([s.top_p for s in chosen]',
+            'self._write("top_p", np.array([1.0 for s in chosen]',
+            "decode",
+        ),
+    ),
+    *_in(
+        "kdgen/decode.py",
+        (
+            "a tree deeper than what is left",
+            "depths = min(block_size - 1, limit - len(tokens) - 1)",
+            "depths = min(block_size - 1, limit - len(tokens))",
+            "decode",
+        ),
+        ("stop tokens inside a tree missed", "not stops.intersection(tokens)", "tokens[-1] not in stops", "decode"),
+        (
+            "the accepted root is given out again",
+            "tokens += [*step.accepted[1:], step.next_token]",
+            "tokens += [*step.accepted, step.next_token]",
+            "decode",
+        ),
+        (
+            "a prompt's last chunk is cut",
+            "engine.prefill(prompt[start : start + chunk])",
+            "engine.prefill(prompt[start : start + chunk][: max(chunk - 1, 1)])",
+            "decode",
+        ),
+    ),
+    *_in(
+        "kdgen/batch.py",
+        (
+            "a slab taken over with its last owner's sampling",
+            "self._engine.reset(sequence, self._running[sequence].request.sampling)",
+            "self._engine.reset(sequence)",
+            "together",
+        ),
+        ("tokens behind a stop are kept", "tuple(self.tokens[:end])", "tuple(self.tokens)", "together"),
+        (
+            "a draft for the wrong place",
+            "draft(sequence) for each, sequence in zip(running, sequences, strict=True)",
+            "draft(sequence) for each, sequence in zip(running, sequences[::-1], strict=True)",
+            "together",
+        ),
+    ),
+    *_in(
+        "kdgen/rope.py",
+        ("YaRN's ramp the other way", "extrapolated = np.float32(1) - ramp", "extrapolated = ramp", "logits"),
+        ("YaRN's amplitude left out of sines", "np.sin(angles) * amplitude", "np.sin(angles)", "logits"),
+    ),
+    *_in(
+        "kdgen/weights/pack.py",
+        ("W_UV from the wrong rows", "return per_head[:, per_head.shape[1] - rows :]", "return per_head[:, :rows]", "together"),
+        (
+            "scales of 64 laid out for 32",
+            "bits = np.repeat(bits, group_size // 32, axis=1)",
+            "bits = np.tile(bits, group_size // 32)",
+            "kernel",
+        ),
+    ),
+]
+
+MUTANTS: tuple[Mutant, ...] = (*TEMPLATES, *PLAN, *HOST)
+
+#: One of each kind, for CI.
+QUICK = (
+    "mla_attention_mma: tree keys in slot order",
+    "linear_mma: warps joined in another order for several tokens",
+    "experts_mma: scale of the neighbouring group",
+    "argmax: ties to the higher id",
+    "rmsnorm: eps outside the root",
+    "sample: noise keyed by row instead of position",
+    "experts_f32: no barrier before the next tokens",
+    "kernels: the latent norm takes rms_norm_eps",
+    "batch: a slab taken over with its last owner's sampling",
+)
