@@ -442,7 +442,7 @@ def names(header: str) -> set[str]:
     text = re.sub(r"//.*", "", header)
     functions = re.findall(r"(?:__forceinline__|static inline)\s+[\w ]+?[\s*&]+(\w+)(?:<\w+>)?\s*\(", text)
     macros = re.findall(r"#define\s+(\w+)", text)
-    types = re.findall(r"typedef\s+[\w\s]+\s(\w+);", text) + re.findall(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)", text)
+    types = re.findall(r"typedef\s+[\w\s]+\s(\w+);", text) + re.findall(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)\b(?!\()", text)
     return {*functions, *macros, *types}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jinja2
@@ -59,6 +60,14 @@ def test_size_and_shape(path: Path) -> None:
     assert max(map(len, lines)) <= 140 and "\t" not in text and text.endswith("\n")
     assert lines[0].startswith("// ") and text.count('#include "primitives.cuh"') == text.count("#include") == 1
     assert text.count("__global__") == 1 and "asm" not in text, "hardware is reached through templates/lib"
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_waits_for_the_kernel_before(path: Path) -> None:
+    """A GPU starts kernels early, and the CPU backend does not: every thread waits, once, before it can return."""
+    body = path.read_text().partition("__global__")[2]
+    (wait,) = re.finditer(r"\b(begin_after|wait_for)_previous_kernel\(\);", body)
+    assert "return" not in body[: wait.start()] and "*num_tokens" not in body[: wait.start()]
 
 
 @pytest.mark.parametrize("value", [None, True, False, 1.5])
