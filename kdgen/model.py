@@ -71,7 +71,7 @@ def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model
     there are fewer layers than that.
     """
     path = Path(source)
-    spec = load_config(path) if path.is_dir() or path.suffix == ".json" else load_spec(source)
+    spec = load_config(path) if path.suffix == ".json" or (path / "config.json").exists() else load_spec(source)
     if layers is not None:
         spec = shorten(spec, layers)
     if (parts := spec.num_hidden_layers * (spec.n_routed_experts or 1)) > _MOST_PARTS:

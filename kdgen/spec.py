@@ -546,10 +546,10 @@ def load_spec(source: str | Path) -> Spec:
     Raises SpecError with every finding, each with file, key, value and reason.
     """
     path = Path(source)
-    if isinstance(source, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", source) and not path.exists():
+    if isinstance(source, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", source) and not path.is_file():
         shipped = specs_dir() / f"{source.removesuffix('.yaml')}.yaml"
-        if not shipped.is_file():
+        if not shipped.is_file() and not path.exists():
             names = ", ".join(sorted(p.stem for p in specs_dir().glob("*.yaml")))
             raise _refuse(source, f"neither a file nor a shipped spec; shipped are {names}")
-        path = shipped
+        path = shipped if shipped.is_file() else path  # a folder of that name may be what was generated from it
     return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)

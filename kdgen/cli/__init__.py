@@ -1,17 +1,21 @@
 """The command line: one module a command, each with a click command named ``command``, imported when it is called.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 ok, 1 a finding (drift, mismatch; ``ctx.exit(1)``), 2 a usage or
-environment error, 130 interrupted. A KdgenError is its message alone; ``--debug`` adds the traceback.
+environment error, 130 interrupted, 143 terminated. A KdgenError is its message alone; ``--debug`` adds the traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -62,7 +66,8 @@ class LazyGroup(click.Group):
             if getattr(sys, name) is None:  # closed before the start
                 setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
         try:
-            result: object = super().invoke(ctx)
+            with _ended_in_order():
+                result: object = super().invoke(ctx)
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be handled
             return result
         except (click.exceptions.Exit, click.Abort):
@@ -89,7 +94,8 @@ class LazyGroup(click.Group):
                 traceback.print_exc()
             else:
                 file = "" if error.filename is None else f"{printable(str(error.filename))}: "
-                click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where)", err=True)
+                hint = "; TMPDIR names another folder for temporary files" if error.errno == errno.ENOSPC else ""
+                click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where{hint})", err=True)
             try:
                 sys.stdout.flush()
             except OSError:
@@ -104,6 +110,27 @@ class LazyGroup(click.Group):
             traceback.print_exc()
             click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
             ctx.exit(2)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """While the block runs, a request to end (``kill``, a terminal that closes) raises SystemExit, so that nothing is left behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+                taken.append(number)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _discard_output() -> None:

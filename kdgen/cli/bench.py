@@ -28,7 +28,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
 @click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random weights.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,

@@ -59,7 +59,7 @@ class Demo:
 @click.option("--block-size", type=click.IntRange(2, 16), default=8, show_default=True, help="Root and deepest draft token.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights, prompt and drafters.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of weights, prompt and drafters.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(

@@ -110,7 +110,7 @@ class _Run:
 @click.option("--check-exact", is_flag=True, help="Decode plainly too, and compare tokens and cache bits; exit code 1 if any differ.")
 @click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
 @click.option("--layers", type=click.IntRange(min=1), help="With --random-weights: the first so many layers only.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random weights and drafters.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
 def command(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kdgen.drafters.base import Candidates, DraftLogits, from_lists, nothing
+from kdgen.errors import KdgenError
 
 
 def _generator(seed: int, position: int) -> np.random.Generator:
@@ -37,6 +38,8 @@ class ReplayDrafter:
     name = "replay"
 
     def __init__(self, truth: Sequence[int], vocab_size: int, error_rate: float = 0.0, seed: int = 0) -> None:
+        if not 0 <= error_rate <= 1:  # NaN is no rate either
+            raise KdgenError(f"an error rate of {error_rate} is none: it must be between 0 and 1")
         self.truth, self.vocab_size, self.error_rate, self.seed = tuple(truth), vocab_size, error_rate, seed
 
     def propose(self, context: Sequence[int], depths: int) -> Candidates:

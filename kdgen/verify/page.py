@@ -13,6 +13,7 @@ import jinja2
 import numpy as np
 
 from kdgen import __version__
+from kdgen.build import write_if_different
 from kdgen.errors import KdgenError
 from kdgen.verify.report import Check, Report, groups
 
@@ -58,9 +59,13 @@ class Reference:
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Write ``report`` to ``path``. Raises KdgenError when it cannot be written."""
+    """Write ``report`` to ``path``, whole or not at all. Raises KdgenError when it cannot be written."""
+    page = render_page(report)
     try:
-        path.write_text(render_page(report), encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, a terminal
+            path.write_text(page, encoding="utf-8")
+        else:
+            write_if_different(path, page)
     except OSError as error:
         raise KdgenError(f"{path}: cannot be written: {error.strerror or error}") from None
 

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from kdgen.errors import KdgenError, WeightError
 from kdgen.spec import Quantization, Spec
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, read_header
-from kdgen.weights.stream import Announced, write_stream
+from kdgen.weights.stream import Announced, temporary_beside, write_stream
 
 Array = NDArray[Any]
 
@@ -77,7 +76,7 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     checkpoint.validate(spec)
     _check(spec, out)
     config = _config(source, spec)
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    temporary = temporary_beside(out)
     try:
         temporary.mkdir()
         quantized = _write_shards(checkpoint, spec, temporary, progress)

@@ -1,14 +1,18 @@
 """Writing safetensors files as a stream: the header first, from sizes known beforehand, then tensors in pieces of any size.
 
 A file appears whole or not at all: what is being written has another name in the same folder, and is removed when anything
-goes wrong, an interrupt included.
+goes wrong, an interrupt included. What a writer that was killed left behind goes when the same file is written again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +25,9 @@ from numpy.typing import NDArray
 
 from kdgen.errors import WeightError
 
+#: How long a writer may be silent before its leavings count as abandoned.
+_ABANDONED_SECONDS = 3600
+
 
 @dataclass(frozen=True)
 class Announced:
@@ -32,9 +39,7 @@ class Announced:
     nbytes: int
 
 
-def write_stream(
-    path: Path, tensors: Sequence[Announced], pieces: Iterable[tuple[str, NDArray[Any]]], metadata: Mapping[str, str]
-) -> None:
+def write_stream(path: Path, tensors: Sequence[Announced], pieces: Iterable[tuple[str, NDArray[Any]]], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file. ``pieces`` are (tensor's name, its next elements), in the order of ``tensors``.
 
     Raises WeightError when a name is taken twice, when a tensor's pieces are fewer or more than its bytes, when there is no room
@@ -44,7 +49,7 @@ def write_stream(
         if count > 1:
             raise WeightError(f"{path}: tensor name {name!r} is taken twice")
     header = _header(tensors, metadata)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = temporary_beside(path)
     try:
         _need_room(path, len(header) + sum(tensor.nbytes for tensor in tensors))
         with temporary.open("xb") as file:
@@ -68,13 +73,24 @@ def write_stream(
     except OSError as error:
         raise WeightError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses even what is not there
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """Another name in ``path``'s folder, free to be written; whatever killed writers of ``path`` left there under such names goes."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if re.fullmatch(r"[0-9a-f]{32}", left.name[len(path.name) + 2 : -len(".tmp")]):
+            with contextlib.suppress(OSError):  # somebody else may be removing it
+                if time.time() - max(part.lstat().st_mtime for part in (left, *left.glob("*"))) > _ABANDONED_SECONDS:
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def _need_room(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if needed > free:
-        raise WeightError(f"{path}: needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left")
+        raise WeightError(f"{path}: needs {needed / 1e6:,.0f} MB, and its disk has {free / 1e6:,.0f} MB left")
 
 
 def _header(tensors: Sequence[Announced], metadata: Mapping[str, str]) -> bytes:

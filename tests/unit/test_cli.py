@@ -106,12 +106,34 @@ def test_a_reader_that_leaves_early_is_no_traceback(file: Path) -> None:
     assert (process.returncode, process.stderr) == (141, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_request_to_end_tidies_up() -> None:
+    script = """
+import os, signal, time
+from kdgen.cli import doctor, main
+
+def examine():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        print("tidied", flush=True)
+
+doctor.examine = examine
+main(["doctor"], prog_name="kdgen")
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (143, "tidied\n", "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_output_that_finds_no_room_is_an_error(file: Path) -> None:
     script = "from kdgen.cli import main; main(prog_name='kdgen')"
     with Path("/dev/full").open("w") as full:
         process = subprocess.run([sys.executable, "-c", script, "inspect", str(file)], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (process.returncode, process.stderr) == (2, "kdgen: error: No space left on device (--debug shows where)\n")
+    assert process.returncode == 2
+    assert process.stderr.startswith("kdgen: error: No space left on device (--debug shows where; TMPDIR")
+    assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -216,8 +216,16 @@ def test_contexts(model: Path) -> None:
 def test_options_that_make_no_sense(model: Path) -> None:
     assert "add --random-weights" in refused(model, "--layers", "1")
     assert "2 layers and cannot be cut to 9" in refused(model, "--random-weights", "--layers", "9")
-    for option, value in (("--budget", "64"), ("--block-size", "17"), ("--max-new-tokens", "0"), ("--draft", "oracle"), ("--chunk", "65")):
+    for option, value in (
+        ("--budget", "64"),
+        ("--block-size", "17"),
+        ("--max-new-tokens", "0"),
+        ("--draft", "oracle"),
+        ("--chunk", "65"),
+        ("--seed", str(2**64)),
+    ):
         assert option in refused(model, option, value)
+    assert "error rate of nan" in refused(model, "--draft", "replay", "--error-rate", "nan")
 
 
 # ---- damaged models -----------------------------------------------------------------------------------------------------------

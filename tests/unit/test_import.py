@@ -137,7 +137,7 @@ def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, folder: Path
     assert kdgen("import", str(folder), str(out)).exit_code == 130
     monkeypatch.undo()
     monkeypatch.setattr("kdgen.weights.stream.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    assert "needs 0.0 GB, and its disk has 0.0 GB left" in refused("import", str(folder), str(out))
+    assert "MB, and its disk has 0 MB left" in refused("import", str(folder), str(out))
     monkeypatch.undo()
 
     def full(_: int) -> None:

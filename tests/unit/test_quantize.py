@@ -156,7 +156,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_model(tmp_path / "model", SMALL, random_weights(SMALL, 5))
     monkeypatch.setattr("kdgen.weights.stream.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    assert "has 0.0 GB left" in refused("quantize", str(source), str(tmp_path / "out"))
+    assert "has 0 MB left" in refused("quantize", str(source), str(tmp_path / "out"))
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

@@ -223,6 +223,15 @@ def test_exponents_need_no_decimal_point() -> None:
     assert parse_spec(TINY.replace("1.0e-5", "1e-5")) == load_spec("tiny")
 
 
+def test_a_folder_does_not_hide_a_shipped_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()  # as `kdgen build tiny --out .` makes it
+    assert load_spec("tiny").name == "tiny"
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SpecError, match="other: file: is a folder"):
+        load_spec("other")
+
+
 def test_files_that_are_refused(tmp_path: Path) -> None:
     def message(path: Path | str) -> str:
         with pytest.raises(SpecError) as error:
