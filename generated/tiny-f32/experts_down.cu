@@ -2,7 +2,7 @@
 // Spec: tiny, sha256 4cacedd07a0ac588. Regenerate: kdgen build tiny --dtype f32
 
 // Routed experts of any size in float32: each block works on one active expert, 32 of its outputs and all of
-// its tokens.
+// its tokens. Sums are float64, as in the generic linear layers.
 // Weights are bf16.
 #include "primitives.cuh"
 
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                  const int* active_end, const int* assignments, const float* x,
                  const bf16* __restrict__ weight, float* y) {
   begin_after_previous_kernel();
-  SHARED_ARRAY(float, partial, [SLICES][TOKENS][32]);
+  SHARED_ARRAY(double, partial, [SLICES][TOKENS][32]);
   const int active = blockIdx.y;
   if (active >= *num_active) return;
   const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   for (int begin = active_begin[active]; begin < active_end[active]; begin += TOKENS) {
     const int count = min(TOKENS, active_end[active] - begin);
     const float* x_row[TOKENS];
-    float sum[TOKENS];
+    double sum[TOKENS];
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       sum[t] = 0.0f;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
           if (t >= count) break;
-          sum[t] = fmaf(w_kn, x_row[t][k], sum[t]);
+          sum[t] += (double)w_kn * x_row[t][k];
         }
       }
     }
@@ -61,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     __syncthreads();
     for (int t = slice; t < count && n < OUTPUTS; t += SLICES) {
-      float total = 0.0f;
+      double total = 0.0;
       for (int s = 0; s < SLICES; ++s) total += partial[s][t][lane];
-      y[(size_t)assignments[begin + t] * OUTPUTS + n] = total;
+      y[(size_t)assignments[begin + t] * OUTPUTS + n] = (float)total;
     }
     __syncthreads();  // before the next tokens overwrite the partial sums
   }

@@ -53,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     __syncthreads();  // the query row, or the last tile's reads
     for (int j = threadIdx.x; j < keys; j += BLOCK) {
       const float* key = key_row(tile_key + j);
-      float dot = 0.0f;
-      for (int i = 0; i < ROW; ++i) dot = fmaf(query_row[i], key[i], dot);
-      score[j] = dot * SCALE;
+      double dot = 0.0;  // a product of two floats is exact in it
+      for (int i = 0; i < ROW; ++i) dot += (double)query_row[i] * key[i];
+      score[j] = (float)dot * SCALE;
     }
     __syncthreads();
     float new_max = running_max;

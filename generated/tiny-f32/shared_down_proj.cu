@@ -2,7 +2,8 @@
 // Spec: tiny, sha256 4cacedd07a0ac588. Regenerate: kdgen build tiny --dtype f32
 
 // Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that
-// a warp reads consecutive ones.
+// a warp reads consecutive ones. Sums are float64: this path is held against other implementations' float32, and
+// its own rounding should not be what is seen.
 // The result is added to the float32 residual.
 #include "primitives.cuh"
 
@@ -19,7 +20,7 @@ constexpr int OUTPUTS = ROWS;
 extern "C" __global__ void __launch_bounds__(BLOCK)
     shared_down_proj(const int* num_tokens, const float* x, const bf16* __restrict__ weight, float* y) {
   begin_after_previous_kernel();
-  SHARED_ARRAY(float, partial, [SLICES][TOKENS][32]);
+  SHARED_ARRAY(double, partial, [SLICES][TOKENS][32]);
   const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
   const int n = blockIdx.x * 32 + lane;
   const int first_token = blockIdx.y * TOKENS;
@@ -29,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 
   const float* x_rows = x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE;
   const bf16* w = weight + (size_t)batch * COLS * ROWS;
-  float sum[TOKENS];
+  double sum[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) sum[t] = 0.0f;
   if (n < OUTPUTS) {
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       for (int t = 0; t < TOKENS; ++t) {
         if (t >= count) break;
         const float x_tk = x_rows[(size_t)t * X_STRIDE + k];
-        sum[t] = fmaf(w_kn, x_tk, sum[t]);
+        sum[t] += (double)w_kn * x_tk;
       }
     }
   }
@@ -51,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   if (n >= OUTPUTS) return;
 
   for (int t = slice; t < count; t += SLICES) {
-    float total = 0.0f;
+    double total = 0.0;
     for (int s = 0; s < SLICES; ++s) total += partial[s][t][lane];
     float* out = y + (size_t)(first_token + t) * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE + n;
-    *out += total;
+    *out += (float)total;
   }
 }
 }  // namespace shared_down_proj

@@ -78,8 +78,7 @@ class HostCompiler:
         link = [*self.command, "-shared", "-Wl,-Bsymbolic", str(objects), *libraries, "-o", str(output)]
         for command in (compile_only, link):
             try:
-                # what a compiler that is stopped leaves behind goes with the folder
-                done = _run(command, {**os.environ, "TMPDIR": str(output.parent)})
+                done = _run(command, os.environ)
             except OSError as error:
                 raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
             if done.returncode:
