@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay
 from kdgen.drafters.base import DraftLogits, Proposal
-from kdgen.errors import KdgenError
+from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
 from kdgen.render import render
 from kdgen.rope import rope_tables
@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         self.spec, self.backend = spec, backend
         self._plan = plan
+        self._need_memory()
         backend.load([rendered.source for rendered in render(plan)])
         self._weights = self._load_weights(weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights), progress)
         self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
@@ -308,6 +309,14 @@ class Engine:
             return Pointer(self._weights[f"layers.{layer}.{arg.name}"])
         array = self._buffers[arg.name]
         return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else 0)
+
+    def _need_memory(self) -> None:
+        """Raises BackendError when weights and buffers cannot fit; better said now than after gigabytes of loading."""
+        needed = sum(weight.total_bytes for weight in self.plan.weights) + sum(buffer.bytes for buffer in self.plan.buffers)
+        limit = self.backend.memory_limit()
+        if limit is not None and needed > limit:
+            gib = f"{needed / 2**30:.1f} GiB of memory, and there are {limit / 2**30:.1f}"
+            raise BackendError(f"{self.spec.name} on {self.backend.description} needs {gib}; fewer layers or a shorter context need less")
 
     def _load_weights(self, weights: PackedWeights, progress: Callable[[int, int], None] | None) -> dict[str, DeviceArray]:
         weights.check(self.plan)

@@ -83,6 +83,10 @@ class Backend(ABC):
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         """Uninitialised memory, 256-byte aligned (the CPU backend fills it with 0xff, which is NaN)."""
 
+    def memory_limit(self) -> int | None:
+        """Bytes that all arrays together can never exceed, if that is known before trying."""
+        return None
+
     @abstractmethod
     def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
         """A copy, in NumPy dtypes (bf16 as ml_dtypes.bfloat16)."""

@@ -252,6 +252,14 @@ class CpuBackend(Backend):
         allocation = _Allocation(self._runtime, nbytes, self.mode == "checker")
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
 
+    def memory_limit(self) -> int | None:
+        """What the system can give without swapping. Linux promises more, and ends processes when it is used."""
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        except (OSError, StopIteration):
+            return None
+
     def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
         return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape).copy()
 

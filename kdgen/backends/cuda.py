@@ -106,7 +106,7 @@ class CudaBackend(Backend):
     def __init__(self, cache: Cache | None = None) -> None:
         gpu = find_gpu()
         if isinstance(gpu, str):
-            raise BackendError(f"no GPU can be used: {gpu}; --backend cpu runs the same kernels without one")
+            raise BackendError(f"no GPU can be used: {gpu}; the CPU backend runs the same kernels without one")
         self.gpu = gpu
         self.arch = gpu.arch
         self.description = f"{gpu.name} ({gpu.arch}, {gpu.multiprocessors} SMs, {gpu.memory_bytes / 2**30:.0f} GiB)"
@@ -149,6 +149,9 @@ class CudaBackend(Backend):
         handle = next(self._handles)
         self._arrays[handle] = array
         return DeviceArray(shape, dtype, int(array.device_ctypes_pointer.value or 0), nbytes, handle)
+
+    def memory_limit(self) -> int | None:
+        return self.gpu.memory_bytes
 
     def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
         source = self._array(array)

@@ -78,7 +78,8 @@ class HostCompiler:
         link = [*self.command, "-shared", "-Wl,-Bsymbolic", str(objects), *libraries, "-o", str(output)]
         for command in (compile_only, link):
             try:
-                done = _run(command, os.environ)
+                # what a compiler that is stopped leaves behind goes with the folder
+                done = _run(command, {**os.environ, "TMPDIR": str(output.parent)})
             except OSError as error:
                 raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
             if done.returncode:

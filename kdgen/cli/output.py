@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +28,13 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def emit_json(schema: str, report: DataclassInstance) -> None:
-    """``report`` on stdout as one JSON object. ``schema`` (``kdgen.<command>/<version>``) comes first, with a version for readers."""
-    click.echo(json.dumps({"schema": schema, **dataclasses.asdict(report)}, indent=2, default=_plain, ensure_ascii=False))
+    """``report`` on stdout as one JSON object. ``schema`` (``kdgen.<command>/<version>``) comes first, with a version for readers.
+
+    Numbers that JSON does not know (NaN, infinity) are null; bytes of a path that are no UTF-8 are escaped.
+    """
+    values = _finite({"schema": schema, **dataclasses.asdict(report)})
+    text = json.dumps(values, indent=2, default=_plain, ensure_ascii=False, allow_nan=False)
+    click.echo(re.sub("[\ud800-\udfff]", lambda lone: f"\\u{ord(lone[0]):04x}", text))
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -105,6 +112,14 @@ def size_text(count: int) -> str:
 def printable(text: str) -> str:
     """``text`` with everything a terminal could obey written as an escape: names in files are not ours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: object) -> str:

@@ -19,6 +19,7 @@ CHECKS: Registry = {}
 #: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
 #: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
+CROWD = 20  #: tokens of one expert: more than the 16 of two tiles
 #: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
 #: near ones.
 GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
@@ -169,6 +170,9 @@ def check_experts(bench: Bench) -> None:
             y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
         expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
     check_rows(bench, run, {"y": (expected, error)})
+    # one row over and over: its experts get more tokens than any kernel takes at a time
+    crowd, alone = run(np.zeros(CROWD, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
+    bench.findings.same_bits(f"y of {CROWD} equal rows", crowd, np.repeat(alone, CROWD, axis=0))
 
 
 def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from time import perf_counter
 
@@ -31,6 +33,7 @@ from kdgen.verify.shrink import is_wide, shrink
 SCHEMA = "kdgen.fuzz/1"
 KERNEL_TOKENS = (1, 9, 33)
 SHRINK_TRIES = 60
+_PATIENCE_SECONDS = 5.0  #: for a process that was told to end
 _MODEL, _SITUATION = 0, 1  # streams of a seed
 
 Say = Callable[[str], None]
@@ -200,6 +203,12 @@ _backend: Backend | None = None  # of a worker process, opened once
 def _open(name: str | None) -> None:
     global _backend
     _backend = open_backend(name, threads=1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # by way of everything that tidies up
 
 
 def _check(case: Case) -> Outcome:
@@ -212,6 +221,7 @@ class _Workers:
 
     def __init__(self, backend_name: str | None, jobs: int) -> None:
         self._name, self._jobs = backend_name, jobs
+        self._others = multiprocessing.active_children()
         self._pool = self._start(jobs)
 
     def _start(self, jobs: int) -> ProcessPoolExecutor:
@@ -221,8 +231,18 @@ class _Workers:
     def __enter__(self) -> _Workers:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._end()
         self._pool.shutdown(cancel_futures=True)
+
+    def _end(self) -> None:
+        """Tell the processes to drop what they are doing, and again what they take up next, until they are gone."""
+        patience = perf_counter() + _PATIENCE_SECONDS
+        while left := [child for child in multiprocessing.active_children() if child not in self._others]:
+            for child in left:
+                child.terminate() if perf_counter() < patience else child.kill()
+            wait([child.sentinel for child in left], timeout=0.2)
 
     def check(self, cases: Sequence[Case]) -> Iterator[Outcome]:
         """Outcomes as they come."""

@@ -14,7 +14,7 @@ import numpy as np
 from kdgen.backends.base import Backend
 from kdgen.errors import BackendError
 from kdgen.plan.ir import Kernel, Plan
-from kdgen.render import render
+from kdgen.render import Rendered, render
 from kdgen.spec import Spec
 from kdgen.verify import attention, dense, experts, sampling, trees
 from kdgen.verify.bench import TOKENS, Bench, Registry, Size, Skip
@@ -41,9 +41,11 @@ class KernelCheck:
     bits: int = 0
 
 
-def load_kernels(backend: Backend, plan: Plan) -> None:
-    """Render and load every kernel of ``plan``, under their own names."""
-    backend.load([rendered.source for rendered in render(plan)])
+def load_kernels(backend: Backend, plan: Plan) -> list[Rendered]:
+    """Render and load every kernel of ``plan``, under their own names; returns their texts."""
+    kernels = render(plan)
+    backend.load([rendered.source for rendered in kernels])
+    return kernels
 
 
 def check_kernel(

@@ -78,7 +78,7 @@ def render_page(report: Report) -> str:
         report=report,
         failures=[check for check in report.checks if check.status == "failed"],
         bits=sum(check.bits for check in report.checks),
-        backends=sorted({check.backend for check in report.checks if check.status != "skipped" and check.part != "drift"}),
+        backends=sorted({check.backend for check in report.checks if check.status != "skipped" and check.backend != "text"}),
         models=[(title, checks, sum(check.status == "failed" for check in checks)) for title, checks in groups(report.checks)],
         references=_references(report.checks),
         plots=[plot for plot in (_kernel_plot(report.checks), _model_plot(report.checks)) if plot.rows],
@@ -133,7 +133,7 @@ def _plot(title: str, rows: Sequence[tuple[str, Sequence[Check]]]) -> Plot:
 
 
 def _kernel_plot(checks: Sequence[Check]) -> Plot:
-    kernels = [check for check in checks if check.part == "kernel" and check.status != "skipped"]
+    kernels = [check for check in checks if check.part == "kernel" and check.backend != "text" and check.status != "skipped"]
     names = dict.fromkeys(check.name for check in kernels)
     return _plot("Kernels, each against float64", [(name, [check for check in kernels if check.name == name]) for name in names])
 

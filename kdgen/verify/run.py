@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -16,7 +17,7 @@ from kdgen.config import load_config
 from kdgen.errors import BackendError, SpecError
 from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import MAX_NODES, Compute, Plan
+from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_dir
@@ -29,6 +30,7 @@ from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.shrink import is_wide, shrink
+from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
 
@@ -65,11 +67,11 @@ def verify(
     """
     began = perf_counter()
     specs = [load_spec(name) for name in names or DEFAULT_SPECS]
-    plans = _plans(specs, compute)
-    others = [] if names else _plans(variants(), compute)
+    plans = plans_for(specs, compute)
+    others = [] if names else plans_for(variants(), compute)
     backend = open_backend(backend_name)
     checks: list[Check] = []
-    for check in _checks(backend, specs, plans, others, say):
+    for check in all_checks(backend, specs, plans, others, say):
         checks.append(check)
         if fail_fast and check.status == "failed":
             break
@@ -86,7 +88,7 @@ def verify(
 Plans = Sequence[tuple[Spec, Plan]]
 
 
-def _plans(specs: Sequence[Spec], compute: Compute | None) -> Plans:
+def plans_for(specs: Sequence[Spec], compute: Compute | None) -> Plans:
     """A plan for each compute type; a variant that cannot have the one asked for is left out."""
     lenient = {spec.name for spec in variants()}
     return [
@@ -97,14 +99,14 @@ def _plans(specs: Sequence[Spec], compute: Compute | None) -> Plans:
     ]
 
 
-def _checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
+def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     yield from _trees(backend, *plans[0], say)
     for spec, plan in (*plans, *others):
         small = shrink(spec) if is_wide(spec) else spec
-        yield from _under_checker(small, build_plan(small, plan.compute), say)
+        yield from _under_checker(small, plan if small is spec else build_plan(small, plan.compute), say)
     for spec, plan in plans:
         yield _drift(spec, plan, say)
     for spec, plan in (*others, *plans):
@@ -174,13 +176,21 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
 
 def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
     say(f"{spec.name} {plan.compute}: compiling {len(plan.kernels)} kernels")
-    load_kernels(backend, plan)
-    for place, kernel in enumerate(plan.kernels):
+    problems = text_problems(load_kernels(backend, plan))
+    status: Status = "failed" if problems else "ok"
+    detail = "" if problems else "each waits for the kernel before it; nothing atomic, no inexact function"
+    yield Check(spec.name, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
+    for kernel in plan.kernels:
         say(f"{spec.name} {plan.compute}: kernel {kernel.name}")
         began = perf_counter()
-        found = check_kernel(backend, spec, plan, kernel, np.random.default_rng([0, place]), size)
+        found = check_kernel(backend, spec, plan, kernel, _inputs(0, kernel), size)
         detail = f"{kernel.template}{', a slice' if found.sliced else ''}"
         yield _as_check(spec.name, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
+
+
+def _inputs(seed: int, kernel: Kernel) -> np.random.Generator:
+    """Random inputs that depend on the kernel's name, not on what other kernels there are."""
+    return np.random.default_rng([seed, zlib.crc32(kernel.name.encode())])
 
 
 def _as_check(title: str, compute: str, part: str, backend: Backend, found: KernelCheck, detail: str, seconds: float) -> Check:
@@ -220,9 +230,9 @@ def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
 def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelCheck]:
     load_kernels(backend, plan)
     found = []
-    for place, kernel in enumerate(plan.kernels):
+    for kernel in plan.kernels:
         say(f"{spec.name} {plan.compute}: kernel {kernel.name} under the checker")
-        found.append(check_kernel(backend, spec, plan, kernel, np.random.default_rng([1, place]), tokens=CHECKER_TOKENS))
+        found.append(check_kernel(backend, spec, plan, kernel, _inputs(1, kernel), tokens=CHECKER_TOKENS))
     return found
 
 

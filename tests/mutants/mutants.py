@@ -54,7 +54,8 @@ TEMPLATES = [
     ),
     *_in(
         "embed",
-        ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;", "checker"),
+        ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;"),
+        ("does not wait for the kernel before", "  begin_after_previous_kernel();\n", ""),
     ),
     *_in(
         "experts_f32",
@@ -144,6 +145,11 @@ TEMPLATES = [
     *_in(
         "linear_mma",
         ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
+        (
+            "reads the row count before the kernel that writes it has ended",
+            "  wait_for_previous_kernel();\n\n  const int first_token = blockIdx.y * MAX_TOKENS;",
+            "  const int first_token = blockIdx.y * (*num_tokens ? MAX_TOKENS : 0);\n  wait_for_previous_kernel();",
+        ),
         (
             "warps joined in another order for several tokens",
             "total += shared->partial[s][t][i][lane];",

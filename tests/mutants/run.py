@@ -1,4 +1,4 @@
-"""Run one mutant: the edit in a copy of kdgen, and ``kdgen verify --fail-fast`` over that copy, as a user would run it."""
+"""Run one mutant: the edit in a copy of kdgen, and the default ``kdgen verify --fail-fast`` over that copy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT = 900
+TIMEOUT = 1800
+VERIFY = ("-c", "from kdgen.cli import main; main()", "verify", "--json", "--backend", "cpu")
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,19 @@ class Result:
     part: str
     check: str
     why: str
-    seconds: float  #: processor time of the command until then
 
 
-def apply(mutant: Mutant, copy: Path) -> None:
-    """Make a copy of kdgen with the mutant's edit; nothing generated is there, so that no comparison of texts gives it away."""
+def _copy(copy: Path) -> None:
+    """kdgen without anything generated, so that no comparison of texts gives a mutant away."""
     for folder in ("kdgen", "templates", "specs"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "tests" / "oracle").mkdir(parents=True)
     (copy / "tests" / "oracle" / "data").symlink_to(ROOT / "tests" / "oracle" / "data")
+
+
+def apply(mutant: Mutant, copy: Path) -> None:
+    """Make a copy of kdgen with the mutant's edit."""
+    _copy(copy)
     file = copy / mutant.file
     text = file.read_text(encoding="utf-8")
     if text.count(mutant.right) != 1:
@@ -42,33 +48,43 @@ def apply(mutant: Mutant, copy: Path) -> None:
     file.write_text(text.replace(mutant.right, mutant.wrong), encoding="utf-8")
 
 
-#: The command, which says at its end on stderr how much processor time it took.
-COMMAND = """
-import atexit, resource, sys
-usage = [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN]
-atexit.register(lambda: print(sum(sum(resource.getrusage(who)[:2]) for who in usage), file=sys.stderr))
-from kdgen.cli import main
-main()
-"""
-
-
 def run(mutant: Mutant) -> Result:
+    """A template's mutant is first looked for by that template's own kernels; whatever they miss gets the whole command."""
     with tempfile.TemporaryDirectory(prefix="kdgen-mutant-") as folder:
         copy = Path(folder)
         apply(mutant, copy)
-        command = [sys.executable, "-c", COMMAND, "verify", "--fail-fast", "--json", "--backend", "cpu"]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return Result(mutant, True, "hang", "", f"no end within {TIMEOUT} s", TIMEOUT)
-    if done.returncode < 0:
-        return Result(mutant, True, "crash", "", f"signal {-done.returncode}", 0.0)
-    *said, seconds = done.stderr.strip().splitlines()
-    if done.returncode == 2:
-        return Result(mutant, True, "refused", "", said[0] if said else "", float(seconds))
-    checks = json.loads(done.stdout)["checks"]
-    failed = next((check for check in checks if check["status"] == "failed"), None)
-    if failed is None:
-        return Result(mutant, False, "", "", "", float(seconds))
-    return Result(mutant, True, failed["part"], f"{failed['spec']} {failed['compute']}, {failed['name']}", failed["why"], float(seconds))
+        if mutant.file.startswith("templates/kernels/"):
+            done = _python(copy, str(ROOT / "tests" / "mutants" / "kernels_of.py"), Path(mutant.file).name)
+            if done.returncode or done.stdout:
+                return _result(mutant, done, json.loads(done.stdout) if done.stdout else None)
+        done = _python(copy, *VERIFY, "--fail-fast")
+        checks = json.loads(done.stdout)["checks"] if done.stdout else []
+        return _result(mutant, done, next((check for check in checks if check["status"] == "failed"), None))
+
+
+def times_of_checks() -> dict[str, float]:
+    """When an unedited ``kdgen verify`` has finished each of its checks, in seconds, with nothing compiled before; by part and check."""
+    with tempfile.TemporaryDirectory(prefix="kdgen-mutant-") as folder:
+        copy = Path(folder)
+        _copy(copy)
+        done = _python(copy, *VERIFY, environment={"KDGEN_CACHE_DIR": str(copy / "cache")})
+        done.check_returncode()
+    times, seconds = {}, 0.0
+    for check in json.loads(done.stdout)["checks"]:
+        seconds += check["seconds"]
+        times[f"{check['part']}: {check['spec']} {check['compute']}, {check['name']}"] = seconds
+    return times
+
+
+def _python(copy: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    everything = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+    return subprocess.run([sys.executable, *arguments], cwd=copy, env=everything, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def _result(mutant: Mutant, done: subprocess.CompletedProcess[str], failed: dict[str, str] | None) -> Result:
+    if failed is not None:
+        return Result(mutant, True, failed["part"], f"{failed['spec']} {failed['compute']}, {failed['name']}", failed["why"])
+    if done.returncode:  # 2: refused with an error; 1 without a report, or a signal: it fell over
+        said = (done.stderr.strip().splitlines() or [""])[-1]
+        return Result(mutant, True, "refused" if done.returncode in (1, 2) else "crash", "", said)
+    return Result(mutant, False, "", "", "")

@@ -1,16 +1,25 @@
-"""The best-first builder against enumerating every prefix, and walks against following the path by hand."""
+"""The best-first builder against enumerating every prefix, walks against following the path by hand, and the kernels against both."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from strategies import draft_rows
 
+from kdgen.backends.base import Backend
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Plan
 from kdgen.reference.tree import build_tree, walk
+from kdgen.spec import load_spec
+from kdgen.verify.bench import Bench
+from kdgen.verify.kernels import load_kernels
+from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -54,3 +63,37 @@ def test_paths_and_visibility_say_the_same(rows: Rows, budget: int) -> None:
         assert steps[-1] == node
         assert np.flatnonzero(tree.visibility[node]).tolist() == sorted(steps)
         assert [-1, *steps[:-1]] == [int(tree.parents[n]) for n in steps]
+
+
+# ---- the kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tree_plan(cpu_backend: Backend) -> Plan:
+    plan = build_plan(load_spec("tiny"), "f32")
+    plan = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.name in ("tree_build", "tree_accept")))
+    load_kernels(cpu_backend, plan)
+    return plan
+
+
+@given(rows=draft_rows(max_depth=15, max_width=6), budget=st.integers(0, 63))
+def test_the_kernel_builds_the_references_tree(cpu_backend: Backend, tree_plan: Plan, rows: Rows, budget: int) -> None:
+    tree = build_tree(*rows, budget)
+    with Bench(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_build"), np.random.default_rng(0)) as bench:
+        got = launch_tree_build(bench, Draft(rows[0].astype(np.int32), rows[1], budget))
+        compare_tree(bench, "the draft", got, tree.tokens, tree.parents, tree.depths)
+        assert not bench.findings.problems
+
+
+@given(rows=draft_rows(max_depth=15, max_width=6), budget=st.integers(0, 63), seed=st.integers(0, 2**32 - 1))
+def test_the_kernel_walks_as_the_reference(cpu_backend: Backend, tree_plan: Plan, rows: Rows, budget: int, seed: int) -> None:
+    tree, rng = build_tree(*rows, budget), np.random.default_rng(seed)
+    posterior = rng.integers(0, 8, tree.size + 1)
+    for node in range(1, tree.size + 1):  # lead most walks on
+        if rng.random() < 0.7:
+            posterior[tree.parents[node]] = tree.tokens[node - 1]
+    accepted, following = walk(tree, posterior)
+    with Bench(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_accept"), rng) as bench:
+        got = launch_tree_accept(bench, tree, posterior)
+        compare_walk(bench, "the walk", got, np.array([77, *tree.tokens]), np.array(accepted), following)
+        assert not bench.findings.problems

@@ -11,8 +11,10 @@ import pytest
 
 from kdgen.backends import backend_names, open_backend
 from kdgen.backends import cuda as cuda_module
+from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu
 from kdgen.errors import BackendError, KdgenError
+from kdgen.model import open_engine, random_model
 
 
 class FakeDriver:
@@ -76,7 +78,7 @@ def test_a_gpu(driver: Callable[[FakeDriver], None]) -> None:
 )
 def test_reasons(driver: Callable[[FakeDriver], None], fake: FakeDriver, reason: str) -> None:
     driver(fake)
-    with pytest.raises(BackendError, match=f"no GPU can be used: .*{reason}.*--backend cpu"):
+    with pytest.raises(BackendError, match=f"no GPU can be used: .*{reason}.*the CPU backend runs the same"):
         CudaBackend()
 
 
@@ -113,3 +115,14 @@ def test_names() -> None:
         assert backend.name == "cpu" and mode in backend.description
     with pytest.raises(KdgenError, match="unknown backend 'gpu'; there are cuda, cpu, cpu-shuffled, cpu-checker"):
         open_backend("gpu")
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(done: int, total: int) -> None:
+        raise AssertionError("loading began")
+
+    limit = CpuBackend("plain").memory_limit()
+    assert limit is None or limit > 1 << 20
+    monkeypatch.setattr(CpuBackend, "memory_limit", lambda self: 24 << 30)
+    with pytest.raises(BackendError, match=r"^k26 on .* needs 55\d\.\d GiB of memory, and there are 24\.0; "):
+        open_engine(random_model("k26"), 64, backend="cpu", progress=report)

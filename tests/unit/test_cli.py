@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 from kdgen import __version__
 from kdgen.cli import LazyGroup, main
 from kdgen.cli import doctor as doctor_module
-from kdgen.cli.output import emit_table, printable, progress, size_text
+from kdgen.cli.output import emit_json, emit_table, printable, progress, size_text
 from kdgen.errors import KdgenError
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, write_kdtr
 
@@ -211,6 +212,18 @@ def test_tables_without_a_terminal_are_plain_and_whole(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines()] == [["name", "n"], ["x" * 300, "1"], ["[b]y", "20"]]
     assert not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_json_is_json_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
+    class Found:
+        path: Path
+        errors: tuple[float, ...]
+
+    emit_json("kdgen.test/1", Found(Path(os.fsdecode(b"caf\xff\xc3\xa9")), (1.5, float("nan"), float("-inf"))))
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"schema": "kdgen.test/1", "path": "caf\udcff\u00e9", "errors": [1.5, None, None]}
+    out.encode()
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

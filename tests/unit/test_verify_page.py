@@ -38,6 +38,6 @@ def test_the_page_is_written_and_places_that_are_none_are_refused(tmp_path: Path
 
 
 def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kdgen.verify.run, "_checks", lambda *_: iter(CHECKS))
+    monkeypatch.setattr(kdgen.verify.run, "all_checks", lambda *_: iter(CHECKS))
     assert kdgen.verify.run.verify(["tiny"], "cpu", fail_fast=True).checks == CHECKS[:2]
     assert kdgen.verify.run.verify(["tiny"], "cpu").checks == CHECKS

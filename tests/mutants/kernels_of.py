@@ -1,0 +1,39 @@
+"""The kernel and checker parts of the default ``kdgen verify``, of one template's kernels alone: a short way to what it would find there.
+
+Run as a script, with a copy of kdgen on the path and a template's name; prints the first check that failed as JSON, or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+from kdgen.backends import open_backend
+from kdgen.spec import load_spec
+from kdgen.verify import run
+from kdgen.verify.report import Check
+from kdgen.verify.variants import variants
+
+ALWAYS = {"tree_build.cu.j2", "tree_accept.cu.j2"}  # which hold the oracle's trees
+
+
+def first_failure(template: str) -> Check | None:
+    def narrow(plans: run.Plans) -> run.Plans:
+        wanted = {template, *ALWAYS}
+        return [(spec, dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels if k.template in wanted))) for spec, plan in plans]
+
+    specs = [load_spec(name) for name in run.DEFAULT_SPECS]
+    plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))
+    for check in run.all_checks(open_backend("cpu"), specs, plans, others, lambda _: None):
+        if check.part not in ("kernel", "trees", "checker"):
+            return None
+        if check.status == "failed":
+            return check
+    return None
+
+
+if __name__ == "__main__":
+    found = first_failure(sys.argv[1])
+    if found is not None:
+        print(json.dumps(dataclasses.asdict(found)))
