@@ -305,6 +305,14 @@ class Spec(_Frozen):
         for layer in range(self.num_hidden_layers):
             yield from self.layer_tensors(layer)
 
+    def tensor_kinds(self) -> Iterator[tuple[TensorGroup, int]]:
+        """The same, with all layers that are alike as one of them and their number: quick for any number of layers."""
+        yield from ((group, 1) for group in self.top_tensors())
+        first, stop = self.moe_layers
+        for layer, times in ((0, first), (first, stop - first)):
+            if times:
+                yield from ((group, times) for group in self.layer_tensors(layer))
+
 
 # ---- what fields must fulfil together -----------------------------------------------------------------------------------
 
@@ -378,12 +386,7 @@ def _moe_contradictions(v: Mapping[str, Any], given: Set[str], experts: int) -> 
 def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:
     """Sizes that 64-bit byte counts cannot hold: any tensor, their sum, or the cache, counted at 4 bytes an element."""
     total = 0
-    layers = {0: spec.first_k_dense_replace, spec.num_hidden_layers - 1: spec.num_hidden_layers - spec.first_k_dense_replace}
-    if len(layers) == 1 or not spec.has_moe or not spec.first_k_dense_replace:
-        layers = {0: spec.num_hidden_layers}
-    groups = [(group, 1) for group in spec.top_tensors()]
-    groups += [(group, times) for layer, times in layers.items() for group in spec.layer_tensors(layer)]
-    for group, times in groups:
+    for group, times in spec.tensor_kinds():
         size = 4 * math.prod(group.shape) * group.count
         total += size * times
         if size > MAX_BYTES:

@@ -39,7 +39,7 @@ HEADS, EXPERTS, GROUPS, EXPERTS_A_GROUP, CHOSEN, VOCAB = 18, 12, 4, 4, 4, 512
 def parameters(spec: Spec) -> int:
     """Elements of all tensors, eight to a packed word."""
     per_item = {"packed": 8, "shape": 0}
-    return sum(math.prod(group.shape) * group.count * per_item.get(group.kind, 1) for group in spec.tensors())
+    return sum(math.prod(group.shape) * group.count * times * per_item.get(group.kind, 1) for group, times in spec.tensor_kinds())
 
 
 def is_wide(spec: Spec) -> bool:

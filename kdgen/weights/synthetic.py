@@ -29,7 +29,7 @@ _POOL_TILES = 2**16 + 1  #: prime; of INT4, 576 bytes each
 def checkpoint_bytes(spec: Spec) -> int:
     """Bytes of a published checkpoint of ``spec``, as far as sizes follow from it: what may be stored in two types is counted as bf16."""
     item = {"matrix": 2 if spec.dtype == "bfloat16" else 4, "small": 2, "packed": 4, "scale": 2, "shape": 8}
-    return sum(math.prod(group.shape) * group.count * item[group.kind] for group in spec.tensors())
+    return sum(math.prod(group.shape) * group.count * times * item[group.kind] for group, times in spec.tensor_kinds())
 
 
 class SyntheticWeights(PackedWeights):

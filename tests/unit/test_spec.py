@@ -72,6 +72,15 @@ def test_derived_sizes() -> None:
     assert not any("experts" in group.key for group in dense.tensors())
 
 
+@pytest.mark.parametrize("changes", [{}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 4}, {"num_hidden_layers": 1}])
+def test_kinds_of_tensors_count_what_all_tensors_do(changes: dict[str, Any]) -> None:
+    spec = Spec.from_mapping(tiny(**changes))
+    every = [(group.shape, group.kind) for group in spec.tensors() for _ in group.names()]
+    kinds = [(group.shape, group.kind) for group, times in spec.tensor_kinds() for _ in range(times * group.count)]
+    assert sorted(every) == sorted(kinds)
+    assert len(list(spec.model_copy(update={"num_hidden_layers": 2**31 - 1}).tensor_kinds())) < 50
+
+
 def test_a_spec_is_frozen_and_strict() -> None:
     spec = load_spec("tiny")
     with pytest.raises(ValidationError):
