@@ -35,7 +35,7 @@ MANIFEST_SCHEMA = "kdgen.manifest/1"
 MANIFEST = "manifest.json"
 DEFAULT_ARCHS = ("sm_90a", "sm_120a")
 #: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
-ALSO_F32 = ("tiny", "tiny2")
+ALSO_F32 = ("tiny", "tiny2", "tiny-dflash")
 #: Prefix of files being written. A killed build leaves one behind; the next build removes it once it is too old to be in use.
 TEMPORARY = ".kdgen-"
 TEMPORARY_SECONDS = 600

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kdgen.errors import Finding, SpecError
-from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text, show, show_key
+from kdgen.fields import show, show_key
+from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
 
 FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite")
 WRAPPERS = ("kimi_k25",)
@@ -30,12 +31,13 @@ SUPPORTED_QUANTIZATION = (
 )
 
 
-def _keys(*names: str) -> frozenset[str]:
+def keys(*names: str) -> frozenset[str]:
+    """The words of all ``names``."""
     return frozenset(key for line in names for key in line.split())
 
 
 #: Keys that do not change what a decode computes: bookkeeping, training, sampling, and transformers' generic defaults.
-HARMLESS = _keys(
+HARMLESS = keys(
     "_attn_implementation _name_or_path _commit_hash add_cross_attention architectures attention_dropout auto_map aux_loss_alpha",
     "bad_words_ids begin_suppress_tokens chunk_size_feed_forward classifier_dropout cross_attention_hidden_size",
     "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size ep_size",
@@ -48,11 +50,11 @@ HARMLESS = _keys(
     "transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache",
 )
 #: The same of a wrapper, beside its vision tower, which is skipped.
-WRAPPER_HARMLESS = HARMLESS | _keys(
+WRAPPER_HARMLESS = HARMLESS | keys(
     "image_token_id media_placeholder_token_id projection_hidden_size projection_layer_norm_eps use_unified_vision_chunk",
     "video_placeholder video_token_id vision_config vision_end_token_id vision_start_token_id",
 )
-_WRAPPER_READ = _keys("model_type text_config quantization_config dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings")
+_WRAPPER_READ = keys("model_type text_config quantization_config dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings")
 #: Keys allowed only at a value that leaves the computation as the kernels have it; null is such a value for each.
 FIXED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "layer_types": ("full_attention in every layer", lambda v: isinstance(v, list) and all(kind == "full_attention" for kind in v)),
@@ -63,29 +65,29 @@ FIXED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "use_mla": ("true", lambda v: v is True),
     "use_sliding_window": ("false", lambda v: v is False),
 }
-_COPIED = _keys(
+_COPIED = keys(
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim",
     "v_head_dim intermediate_size rms_norm_eps max_position_embeddings hidden_act attention_bias rope_interleave tie_word_embeddings",
 )
-_MOE = _keys("n_routed_experts moe_intermediate_size num_experts_per_tok n_shared_experts routed_scaling_factor norm_topk_prob")
+_MOE = keys("n_routed_experts moe_intermediate_size num_experts_per_tok n_shared_experts routed_scaling_factor norm_topk_prob")
 _READ = frozenset(FIXED).union(
     _COPIED,
     _MOE,
-    _keys("model_type dtype torch_dtype rope_theta rope_scaling rope_parameters first_k_dense_replace mlp_layer_types n_group"),
-    _keys("topk_group topk_method scoring_func bos_token_id eos_token_id quantization_config num_key_value_heads num_local_experts"),
-    _keys("qk_head_dim"),
+    keys("model_type dtype torch_dtype rope_theta rope_scaling rope_parameters first_k_dense_replace mlp_layer_types n_group"),
+    keys("topk_group topk_method scoring_func bos_token_id eos_token_id quantization_config num_key_value_heads num_local_experts"),
+    keys("qk_head_dim"),
 )
-_QUANTIZATION = _keys(
+_QUANTIZATION = keys(
     "quant_method format quantization_status kv_cache_scheme ignore config_groups global_compression_ratio sparsity_config",
     "transform_config version",
 )
-_QUANTIZED_WEIGHTS = _keys(
+_QUANTIZED_WEIGHTS = keys(
     "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs block_structure scale_dtype zp_dtype"
 )
-_YARN = _keys("type factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim attention_factor")
+_YARN = keys("type factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim attention_factor")
 
 
-class _Reader:
+class Reader:
     """One mapping of a config file, collecting what is wrong with it."""
 
     def __init__(self, file: str, values: Mapping[str, Any], path: str = "", findings: list[Finding] | None = None) -> None:
@@ -99,13 +101,13 @@ class _Reader:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
-    def inside(self, key: str) -> _Reader:
+    def inside(self, key: str) -> Reader:
         """The mapping under ``key``; an empty one, and a finding, when there is none."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             self.bad(key, "must be a mapping")
             value = {}
-        return _Reader(self.file, value, f"{self.path}{key}.", self.findings)
+        return Reader(self.file, value, f"{self.path}{key}.", self.findings)
 
     def only(self, known: frozenset[str], what: str) -> None:
         for key in self.values:
@@ -119,7 +121,7 @@ class _Reader:
             self.bad(key, reason if key in self.values else f"missing; {reason}")
 
 
-def _quantization(config: _Reader) -> dict[str, Any] | None:
+def _quantization(config: Reader) -> dict[str, Any] | None:
     if config.get("quantization_config") is None:
         return None
     q = config.inside("quantization_config")
@@ -156,7 +158,7 @@ def _quantization(config: _Reader) -> dict[str, Any] | None:
     return Quantization.model_construct(group_size=weights.get("group_size")).model_dump()
 
 
-def _rope(config: _Reader) -> dict[str, Any]:
+def read_rope(config: Reader) -> dict[str, Any]:
     """{rope_theta, rope_scaling} from the old keys (``rope_theta``, ``rope_scaling``), the new (``rope_parameters``), or both agreeing."""
     found: dict[str, Any] = {}
     if (theta := config.get("rope_theta")) is not None:
@@ -172,7 +174,7 @@ def _rope(config: _Reader) -> dict[str, Any]:
             continue
         if (theta := rope.get("rope_theta")) is not None and found.setdefault("rope_theta", theta) != theta:
             rope.bad("rope_theta", f"contradicts rope_theta {show(found['rope_theta'])}")
-        rope.only(_YARN | _keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
+        rope.only(_YARN | keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
         rope.must("truncate", None, True, reason="YaRN without rounded bounds is not supported")
         rope.must("partial_rotary_factor", None, 1, 1.0, reason="must be 1: all of qk_rope_head_dim is rotated")
         scaling = {name: value for name, value in rope.values.items() if name in _YARN and value is not None}
@@ -186,7 +188,7 @@ def _rope(config: _Reader) -> dict[str, Any]:
     return found
 
 
-def _layers(config: _Reader, family: str) -> dict[str, Any]:
+def _layers(config: Reader, family: str) -> dict[str, Any]:
     """Which layers are dense, and the routed experts of the others."""
     out: dict[str, Any] = {key: config.get(key) for key in _MOE if key in config.values}
     layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace")
@@ -213,7 +215,7 @@ def _layers(config: _Reader, family: str) -> dict[str, Any]:
     return out | _router(config, family)
 
 
-def _router(config: _Reader, family: str) -> dict[str, Any]:
+def _router(config: Reader, family: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if family == "deepseek_v2":
         config.must("scoring_func", None, "softmax", reason="deepseek_v2 knows softmax alone")
@@ -234,7 +236,7 @@ def _router(config: _Reader, family: str) -> dict[str, Any]:
     return out
 
 
-def _text(config: _Reader, outer: _Reader | None, name: str) -> Spec:
+def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     family = config.get("model_type")
     if family not in FAMILIES:
         config.bad("model_type", f"not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
@@ -250,7 +252,7 @@ def _text(config: _Reader, outer: _Reader | None, name: str) -> Spec:
         out.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
     if family == "deepseek_v2" and out["rope_interleave"] is not True:
         config.bad("rope_interleave", "deepseek_v2 knows interleaved pairs alone")
-    out |= _rope(config) | _layers(config, family)
+    out |= read_rope(config) | _layers(config, family)
 
     if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
         config.bad("num_key_value_heads", "must equal num_attention_heads: MLA has one latent for all heads")
@@ -304,8 +306,8 @@ def _constant(text: str) -> float:
     raise ValueError(f"{text} is no number JSON knows")
 
 
-def parse_config(text: str, name: str = "model", file: str = "config.json") -> Spec:
-    """A Spec from the text of a published ``config.json``; ``name`` becomes the spec's. Raises SpecError with every finding."""
+def read_json(text: str, file: str) -> Reader:
+    """The mapping that a JSON file holds. Raises SpecError when it holds none, or one that is not plain."""
     try:
         values = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
     except RecursionError:
@@ -314,7 +316,12 @@ def parse_config(text: str, name: str = "model", file: str = "config.json") -> S
         raise SpecError([Finding(file, "file", "", f"is not valid JSON: {error}")]) from None
     if not isinstance(values, dict):
         raise SpecError([Finding(file, "file", show(values), "must be a mapping of keys to values")])
-    config = _Reader(file, values)
+    return Reader(file, values)
+
+
+def parse_config(text: str, name: str = "model", file: str = "config.json") -> Spec:
+    """A Spec from the text of a published ``config.json``; ``name`` becomes the spec's. Raises SpecError with every finding."""
+    config = read_json(text, file)
     if config.get("model_type") in WRAPPERS:
         config.only(WRAPPER_HARMLESS | _WRAPPER_READ, "wrapper")
         return _text(config.inside("text_config"), config, name)
@@ -355,15 +362,16 @@ def published_quantization(quantization: Quantization) -> dict[str, Any]:
 
 
 def published_config(spec: Spec) -> dict[str, Any]:
-    """The ``config.json`` of a model folder of ``spec``: what ``load_config`` reads back as the same spec, but for the name.
+    """The ``config.json`` of a model folder of ``spec``: what ``load_config`` reads back as the same spec, but for name and drafter.
 
     Raises ValueError for a combination that the spec's model type cannot publish (a V3 with softmax scores, say).
     """
-    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta"})
+    spec = spec.with_draft(None)  # a drafter has a folder of its own
+    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft"})
     scaling = {} if spec.rope_scaling is None else spec.rope_scaling.model_dump(exclude_none=True)
     values["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta, "rope_type": scaling.pop("type", "default")}
     if not spec.has_moe:
-        for key in _MOE | _keys("n_group topk_group topk_method scoring_func"):
+        for key in _MOE | keys("n_group topk_group topk_method scoring_func"):
             del values[key]
     values["num_key_value_heads"] = spec.num_attention_heads
     if spec.quantization is not None:

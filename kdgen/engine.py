@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay
-from kdgen.drafters.base import DraftLogits, Proposal
+from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
 from kdgen.render import render
@@ -61,26 +61,39 @@ def _grid(step: _Step, tokens: int, context: int, sequences: int) -> tuple[int, 
     return x, y, z
 
 
+def _packed(weights: Tensors | PackedWeights) -> PackedWeights:
+    return weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights)
+
+
 class Engine:
     """One model on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
 
     A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
-    layouts already, or give checkpoint tensors by key. ``progress`` is called with (bytes done, bytes in all) before the first
-    weight and while they load. Raises BackendError when kernels do not load or memory is short, and WeightError when the weights
-    do not fit the plan or are damaged.
+    layouts already, or give checkpoint tensors by key; ``draft_weights`` are the drafter's, where the plan has one (None: they are
+    among ``weights``). ``progress`` is called with (bytes done, bytes in all) before the first weight and while they load. Raises
+    BackendError when kernels do not load or memory is short, and WeightError when the weights do not fit the plan or are damaged.
     """
 
     def __init__(
-        self, spec: Spec, plan: Plan, backend: Backend, weights: Tensors | PackedWeights, progress: Callable[[int, int], None] | None = None
+        self,
+        spec: Spec,
+        plan: Plan,
+        backend: Backend,
+        weights: Tensors | PackedWeights,
+        progress: Callable[[int, int], None] | None = None,
+        draft_weights: Tensors | PackedWeights | None = None,
     ) -> None:
         self.spec, self.backend = spec, backend
         self._plan = plan
         self._need_memory()
         backend.load([rendered.source for rendered in render(plan)])
-        self._weights = self._load_weights(weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights), progress)
+        self._weights = self._load_weights(_packed(weights), _packed(weights if draft_weights is None else draft_weights), progress)
         self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
-        for name, table in zip(("cos_table", "sin_table"), rope_tables(spec, plan.limits.capacity), strict=True):
-            self._write(name, table)
+        for prefix, rotated in (("", spec), ("draft_", spec.draft)):
+            if rotated is not None:
+                cos, sin = rope_tables(rotated, plan.limits.capacity)
+                self._write(f"{prefix}cos_table", cos)
+                self._write(f"{prefix}sin_table", sin)
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
         self._seen: set[tuple[str, int, int, int]] = set()
         self._replays: dict[tuple[str, int, int, int], Replay] = {}
@@ -174,14 +187,12 @@ class Engine:
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Commit ``length`` made-up cache rows of every layer to sequence 0, whose next token is then token 0: for measurements."""
-        shape = self._buffers["kv_cache"].shape
-        rows = (
-            np.random.default_rng(seed)
-            .standard_normal((length, shape[-1]), np.float32)
-            .astype(numpy_dtype(self._buffers["kv_cache"].dtype))
-        )
-        for layer in range(shape[0]):
-            self.backend.write(self._buffers["kv_cache"], rows, layer * math.prod(shape[1:]))
+        for name in ("kv_cache", "draft_cache") if self.spec.draft else ("kv_cache",):
+            cache = self._buffers[name]
+            made_up = np.random.default_rng(seed).standard_normal((length, cache.shape[-1]), np.float32)
+            rows = made_up.astype(numpy_dtype(cache.dtype))
+            for layer in range(cache.shape[0]):
+                self.backend.write(cache, rows, layer * math.prod(cache.shape[1:]))
         self.backend.write(self._buffers["root_token"], np.zeros(1, np.int32))
         self.fill_length(length)
 
@@ -235,39 +246,62 @@ class Engine:
         self._write("seed", np.array([s.seed for s in chosen], np.uint64).view(np.int32))
 
     def _write_proposals(self, drafts: Sequence[Draft]) -> None:
-        """Bring proposals to the candidate buffers; those that are logits go through the device's top-k."""
+        """Bring proposals to the candidate buffers; logits go through the device's top-k, and blocks through the drafter before it."""
         count = len(drafts)
-        shape = np.zeros((count, 3), np.int32)
+        shape = np.zeros((count, 4), np.int32)
         tokens = np.zeros((count, MAX_PATH, MAX_CANDIDATES), np.int32)
         log_probs = np.full((count, MAX_PATH, MAX_CANDIDATES), -np.inf, np.float32)
-        logit_rows = 0
+        begins = np.zeros(count + 1, np.int32)
         for place, draft in enumerate(drafts):
+            proposal = draft.proposal
             if not 0 <= draft.budget < MAX_NODES:
                 raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {draft.budget}")
-            depths = draft.proposal.depths if draft.budget else 0
+            depths = proposal.depths if draft.budget else 0
             if depths >= MAX_PATH:
                 raise KdgenError(f"a draft has at most {MAX_PATH - 1} depths, not {depths}")
             self._need_room(draft.sequence, depths + 1)
-            if isinstance(draft.proposal, DraftLogits):
-                width, logit_rows = min(draft.budget, self.spec.vocab_size, MAX_CANDIDATES), max(logit_rows, depths)
+            width, first = min(draft.budget, self.spec.vocab_size, MAX_CANDIDATES), place * MAX_PATH
+            begins[place + 1] = begins[place]
+            if isinstance(proposal, BlockDraft):
+                width = min(width, proposal.width) if proposal.width else width
+                first = int(begins[place]) + 1  # behind the root's row
+                begins[place + 1] += self._block_rows(proposal) if depths else 0
+            elif isinstance(proposal, DraftLogits):
                 if depths:
-                    logits = np.ascontiguousarray(draft.proposal.logits[:depths], np.float32)
-                    self.backend.write(self._buffers["draft_logits"], logits, place * MAX_PATH * self.spec.vocab_size)
+                    logits = np.ascontiguousarray(proposal.logits[:depths], np.float32)
+                    self.backend.write(self._buffers["draft_logits"], logits, first * self.spec.vocab_size)
             else:
-                width = min(draft.proposal.tokens.shape[1], MAX_CANDIDATES) if depths else 0
-                tokens[place, :depths, :width] = draft.proposal.tokens[:depths, :width]
-                log_probs[place, :depths, :width] = draft.proposal.log_probs[:depths, :width]
-            shape[place] = depths, width, draft.budget
+                width = min(proposal.tokens.shape[1], MAX_CANDIDATES) if depths else 0
+                tokens[place, :depths, :width] = proposal.tokens[:depths, :width]
+                log_probs[place, :depths, :width] = proposal.log_probs[:depths, :width]
+            shape[place] = depths, width, draft.budget, first
         self._write("candidate_tokens", tokens)
         self._write("candidate_log_probs", log_probs)
-        if logit_rows:
-            top_k_shape = shape.copy()
-            for place, draft in enumerate(drafts):
-                if not isinstance(draft.proposal, DraftLogits):
-                    top_k_shape[place] = 0  # this place's candidates are written already
-            self._write("draft_shape", top_k_shape)
-            self._run("draft_top_k", logit_rows, [draft.sequence for draft in drafts])
+        sequences = [draft.sequence for draft in drafts]
+        if rows := self._write_shape(shape, drafts, DraftLogits):
+            self._run("draft_top_k", rows, sequences)
+        if self._write_shape(shape, drafts, BlockDraft):
+            self._write("draft_begin", begins)
+            self._run("draft", int(begins[-1]), sequences)
         self._write("draft_shape", shape)
+
+    def _write_shape(self, shape: NDArray[np.int32], drafts: Sequence[Draft], kind: type[Proposal]) -> int:
+        """``shape`` of the proposals of one kind, the others left out, for their candidates are there already; the most depths it has."""
+        chosen = np.array([isinstance(draft.proposal, kind) for draft in drafts])
+        most = int(shape[chosen, 0].max(initial=0))
+        if most:
+            self._write("draft_shape", np.where(chosen[:, None], shape, 0).astype(np.int32))
+        return most
+
+    def _block_rows(self, proposal: BlockDraft) -> int:
+        """Rows of a draft block. Raises KdgenError where there is no drafter, or it does not fill such blocks."""
+        if self.spec.draft is None:
+            raise KdgenError(f"{self.spec.name} has no drafter: give it one with --draft DIR, or a draft: section")
+        if not 2 <= proposal.block_size <= self.spec.draft.block_size:
+            raise KdgenError(f"the drafter fills blocks of 2 … {self.spec.draft.block_size} rows, not {proposal.block_size}")
+        if proposal.depths >= proposal.block_size:
+            raise KdgenError(f"a block of {proposal.block_size} rows gives at most {proposal.block_size - 1} depths, not {proposal.depths}")
+        return proposal.block_size
 
     def launches(self, program: str, tokens: int, context: int, sequences: int = 1) -> tuple[Launch, ...]:
         """A program's launches for steps of at most ``tokens`` rows that see at most ``context`` keys."""
@@ -312,23 +346,27 @@ class Engine:
 
     def _need_memory(self) -> None:
         """Raises BackendError when weights and buffers cannot fit; better said now than after gigabytes of loading."""
-        needed = sum(weight.total_bytes for weight in self.plan.weights) + sum(buffer.bytes for buffer in self.plan.buffers)
+        needed = sum(weight.total_bytes for weight in (*self.plan.weights, *self.plan.draft_weights))
+        needed += sum(buffer.bytes for buffer in self.plan.buffers)
         limit = self.backend.memory_limit()
         if limit is not None and needed > limit:
             gib = f"{needed / 2**30:.1f} GiB of memory, and there are {limit / 2**30:.1f}"
             raise BackendError(f"{self.spec.name} on {self.backend.description} needs {gib}; fewer layers or a shorter context need less")
 
-    def _load_weights(self, weights: PackedWeights, progress: Callable[[int, int], None] | None) -> dict[str, DeviceArray]:
+    def _load_weights(
+        self, weights: PackedWeights, draft_weights: PackedWeights, progress: Callable[[int, int], None] | None
+    ) -> dict[str, DeviceArray]:
         weights.check(self.plan)
-        total, done = sum(w.total_bytes for w in self.plan.weights), 0
+        wanted = [(weight, weights) for weight in self.plan.weights] + [(weight, draft_weights) for weight in self.plan.draft_weights]
+        total, done = sum(weight.total_bytes for weight, _ in wanted), 0
         if progress:
             progress(done, total)
         loaded = {}
-        for weight in self.plan.weights:
+        for weight, source in wanted:
             for layer in range(*weight.layers) if weight.layers else (0,):
                 array = self.backend.empty((weight.stored_bytes // ITEM_BYTES[weight.dtype],), weight.dtype)
                 at = 0
-                for part in weights.parts(weight, layer):
+                for part in source.parts(weight, layer):
                     self.backend.write(array, part, at)
                     at += part.size
                     done += part.nbytes

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kdgen.backends import open_backend
 from kdgen.config import load_config
+from kdgen.draft_config import load_draft_config
+from kdgen.draft_spec import DraftSpec
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
@@ -30,11 +32,15 @@ _MOST_PARTS = 2_000_000
 
 @dataclass(frozen=True)
 class Model:
-    """A spec and its weights. ``compute`` is the compute type that they are packed for, None while any will do."""
+    """A spec and its weights. ``compute`` is the compute type that they are packed for, None while any will do.
+
+    ``draft_weights`` are those of the spec's drafter; None: it has none, or they are among the others, made up.
+    """
 
     spec: Spec
     weights: PackedWeights
     compute: Compute | None = None
+    draft_weights: PackedWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,39 @@ def open_model(path: Path) -> Model:
     return Model(spec, CheckpointWeights(checkpoint.__getitem__))
 
 
-def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model:
+def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Model:
+    """``model`` with the published DFlash drafter in the folder ``path``; ``amplitude`` overrides its YaRN amplitude of cos and sin.
+
+    Raises SpecError for a config that is no drafter's or a drafter that does not fit, WeightError for damaged or incomplete weights,
+    KdgenError for an amplitude where nothing is stretched.
+    """
+    if not path.is_dir():
+        raise KdgenError(f"{path}: there is no such drafter; --draft takes a folder with config.json and safetensors, or one of the names")
+    draft = load_draft_config(path)
+    if amplitude is not None:
+        if draft.rope_scaling is None:
+            raise KdgenError(f"{path}: this drafter has no YaRN, so it has no amplitude to set")
+        values = draft.model_dump(mode="json")
+        values["rope_scaling"]["attention_factor"] = amplitude
+        draft = DraftSpec.from_mapping(values, str(path))
+    spec = model.spec.with_draft(draft)
+    checkpoint = Checkpoint(path)
+    checkpoint.validate(draft)
+    return replace(model, spec=spec, draft_weights=CheckpointWeights(checkpoint.__getitem__))
+
+
+def random_model(source: str, layers: int | None = None, seed: int = 0, draft: bool = False) -> Model:
     """Made-up weights for a spec (a shipped name, a YAML file) or a config (its file or folder), cut to ``layers`` layers.
 
-    Those of large models are tiled from a small pool, which takes seconds. Raises SpecError for a bad description, KdgenError when
-    there are fewer layers than that.
+    Those of large models are tiled from a small pool, which takes seconds. A ``draft:`` section counts only with ``draft``. Raises
+    SpecError for a bad description, KdgenError when there are fewer layers than that, or no drafter where one is wanted.
     """
     path = Path(source)
     spec = load_config(path) if path.suffix == ".json" or (path / "config.json").exists() else load_spec(source)
+    if draft and spec.draft is None:
+        raise KdgenError(f"{spec.name} describes no drafter: add a draft: section, or choose another --draft")
+    if not draft:
+        spec = spec.with_draft(None)
     if layers is not None:
         spec = shorten(spec, layers)
     if (parts := spec.num_hidden_layers * (spec.n_routed_experts or 1)) > _MOST_PARTS:
@@ -84,12 +115,19 @@ def random_model(source: str, layers: int | None = None, seed: int = 0) -> Model
 def shorten(spec: Spec, layers: int) -> Spec:
     """The first ``layers`` layers of a model; one with routed experts keeps at least one layer of them.
 
-    Raises KdgenError when the model has fewer layers.
+    Its drafter reads as many layers as before, spread over what is left, or as many as there are. Raises KdgenError when the model
+    has fewer layers.
     """
     if not 1 <= layers <= spec.num_hidden_layers:
         raise KdgenError(f"{spec.name} has {spec.num_hidden_layers} layers and cannot be cut to {layers}")
     dense = min(spec.first_k_dense_replace, layers - 1 if spec.has_moe else layers)
-    return Spec.from_mapping(spec.model_dump(mode="json") | {"num_hidden_layers": layers, "first_k_dense_replace": dense}, spec.name)
+    draft = spec.draft
+    if draft is not None:
+        count = min(len(draft.target_layer_ids), layers)
+        spread = tuple(place * layers // count for place in range(count))
+        draft = draft.model_copy(update={"target_layer_ids": spread})
+    values = spec.with_draft(None).model_dump(mode="json") | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
+    return Spec.from_mapping(values, spec.name).with_draft(draft)
 
 
 def context_for(spec: Spec, prompt_tokens: int, new_tokens: int, context: int | None = None) -> int:
@@ -130,5 +168,5 @@ def open_engine(
         if progress:
             progress(done, total)
 
-    engine = Engine(model.spec, plan, open_backend(backend, seed), model.weights, on_progress)
+    engine = Engine(model.spec, plan, open_backend(backend, seed), model.weights, on_progress, model.draft_weights)
     return Opened(engine, loading - began, time.perf_counter() - loading)

@@ -11,7 +11,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.spec import RopeScaling, Spec
+from kdgen.draft_spec import DraftSpec
+from kdgen.fields import RopeScaling
+from kdgen.spec import Spec
 
 
 def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -31,17 +33,22 @@ def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.
     return blend
 
 
-def inverse_frequencies(spec: Spec) -> NDArray[np.float32]:
-    """Radians a position for each rotated pair, [qk_rope_head_dim / 2] float32."""
-    dim = spec.qk_rope_head_dim
+def _rotated(spec: Spec | DraftSpec) -> int:
+    """Elements of a head that are rotated: all of a drafter's, a part of its target's."""
+    return spec.head_dim if isinstance(spec, DraftSpec) else spec.qk_rope_head_dim
+
+
+def inverse_frequencies(spec: Spec | DraftSpec) -> NDArray[np.float32]:
+    """Radians a position for each rotated pair, [pairs] float32."""
+    dim = _rotated(spec)
     frequencies = np.float32(spec.rope_theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     if spec.rope_scaling is None:
         return np.float32(1) / frequencies
     return _yarn(spec.rope_scaling, spec.rope_theta, dim, frequencies)
 
 
-def rope_tables(spec: Spec, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin), each float32 [positions, qk_rope_head_dim / 2], YaRN's amplitude included."""
+def rope_tables(spec: Spec | DraftSpec, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(cos, sin), each float32 [positions, pairs], YaRN's amplitude included."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(spec)[None, :]
     amplitude = np.float32(1.0 if spec.rope_scaling is None else spec.rope_scaling.cos_sin_factor)
     return np.cos(angles) * amplitude, np.sin(angles) * amplitude

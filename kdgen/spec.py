@@ -6,83 +6,28 @@ model's ``config.json``; both refuse a file with everything that is wrong with i
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
+from kdgen.draft_spec import DraftSpec, target_contradictions
 from kdgen.errors import Finding, SpecError
+from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Positive, RopeScaling, Size, TensorGroup, findings, show, show_key, yarn_mscale
 from kdgen.resources import specs_dir
 
-#: Kernels index a dimension with a 32-bit integer.
-MAX_DIM = 2**31 - 1
-#: Host and device code count bytes in signed 64-bit integers.
-MAX_BYTES = 2**63 - 1
 #: RMSNorm inside the query and key-value projections: the modelling code leaves it at its default, whatever ``rms_norm_eps`` says.
 LORA_NORM_EPS = 1e-6
 
-Size = Annotated[int, Field(gt=0, le=MAX_DIM)]
 
-
-def _fits_float32(value: float) -> float:
-    with np.errstate(over="ignore", under="ignore"):
-        single = np.float32(value)
-    if not np.isfinite(single) or (single == 0 and value != 0):
-        raise ValueError("does not fit in float32")
-    return value
-
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_fits_float32)]
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention magnitude: 0.1·mscale·ln(factor) + 1, and 1 where nothing is stretched (``yarn_get_mscale``)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-
-class RopeScaling(_Frozen):
-    """YaRN. ``mscale`` and ``mscale_all_dim`` of 0 mean "not given", as the modelling code treats them."""
-
-    type: Literal["yarn"] = "yarn"
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False), AfterValidator(_fits_float32)]
-    original_max_position_embeddings: Size
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    mscale: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # attention's scale has its square, in float32
-    mscale_all_dim: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
-    attention_factor: Positive | None = None
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError("beta_fast must exceed beta_slow")
-        return self
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by: 1 for every published DeepSeek and Kimi config, whose two mscales are equal."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
-        return yarn_mscale(self.factor, 1.0)
-
-
-class Quantization(_Frozen):
+class Quantization(Frozen):
     """compressed-tensors ``pack-quantized`` INT4 of the routed experts; everything else keeps ``Spec.dtype``."""
 
     num_bits: Literal[4] = 4
@@ -114,25 +59,7 @@ def _name(value: str) -> str:
     return value
 
 
-@dataclass(frozen=True)
-class TensorGroup:
-    """Checkpoint tensors of one shape. ``key`` holds ``{e}`` where there is one for each of ``count`` experts.
-
-    ``kind`` says what may be stored: ``matrix`` (``Spec.dtype``; or bf16 where that is float32, which loses nothing), ``small``
-    (norms, biases and the router: bf16 or float32), and of a quantized expert ``packed`` (int32), ``scale`` (bf16), ``shape`` (int64).
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    kind: Literal["matrix", "small", "packed", "scale", "shape"] = "matrix"
-    count: int = 1
-
-    def names(self) -> Iterator[str]:
-        """The key of each tensor of the group."""
-        return (self.key.replace("{e}", str(e)) for e in range(self.count))
-
-
-class Spec(_Frozen):
+class Spec(Frozen):
     """One model. Construct it with ``load_spec``, ``load_config`` or ``Spec.from_mapping``, which raise SpecError.
 
     ``Spec(...)`` itself raises pydantic's ValidationError. Types are strict: ``true`` is no int, ``"8"`` is no number.
@@ -173,6 +100,7 @@ class Spec(_Frozen):
     eos_token_id: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_DIM)], ...], BeforeValidator(_ids)] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Quantization | None = None
+    draft: DraftSpec | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Spec:
@@ -189,7 +117,7 @@ class Spec(_Frozen):
             return cls.model_validate(dict(values))
         except ValidationError as error:
             details = error.errors(include_url=False)
-        found = [_finding(detail, file) for detail in details if detail["loc"]]
+        found = findings(details, file, cls, _NESTED)
         if found:  # pydantic checks fields together only when each is fine by itself; do it here for those that are
             bad = {str(detail["loc"][0]) for detail in details}
             pairs = [*_contradictions(_fine(cls, values, bad), set(values))]
@@ -201,6 +129,11 @@ class Spec(_Frozen):
     def to_yaml(self) -> str:
         """The spec as YAML that ``load_spec`` reads back to an equal value; every field is written out."""
         return dump_yaml(self.model_dump(mode="json"))
+
+    def with_draft(self, draft: DraftSpec | None) -> Spec:
+        """The same model with another drafter, or none. Raises SpecError when the drafter does not fit it."""
+        values = self.model_dump(mode="json") | {"draft": draft.model_dump(mode="json") if draft else None}
+        return Spec.from_mapping(values, self.name)
 
     # ---- derived ------------------------------------------------------------------------------------------------------
 
@@ -242,8 +175,9 @@ class Spec(_Frozen):
 
     @property
     def sha256(self) -> str:
-        """Hash of everything but the name: two specs with the same hash are the same model."""
-        text = json.dumps(self.model_dump(mode="json", exclude={"name"}), sort_keys=True, separators=(",", ":"))
+        """Hash of everything but the name: two specs with the same hash are the same model, with the same drafter."""
+        left_out = {"name"} if self.draft else {"name", "draft"}
+        text = json.dumps(self.model_dump(mode="json", exclude=left_out), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     # ---- checkpoint tensors -------------------------------------------------------------------------------------------
@@ -335,6 +269,8 @@ def _contradictions(v: Mapping[str, Any], given: Set[str]) -> Iterator[tuple[str
         yield "eos_token_id", f"is not below vocab_size {v['vocab_size']}"
     if known("rope_scaling", "rope_theta") and v["rope_scaling"] is not None and v["rope_theta"] <= 1:
         yield "rope_theta", "must exceed 1 with YaRN, which divides by its logarithm"
+    if known("draft") and v["draft"] is not None:
+        yield from target_contradictions(v["draft"], v)
     if not known("first_k_dense_replace", "num_hidden_layers", "n_routed_experts"):
         return
     dense, layers, experts = v["first_k_dense_replace"], v["num_hidden_layers"], v["n_routed_experts"]
@@ -401,34 +337,15 @@ def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:
 # ---- findings -----------------------------------------------------------------------------------------------------------
 
 
-def show(value: object) -> str:
-    """A value for a message: printable, one line, at most 60 characters."""
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def show_key(key: object) -> str:
-    """A key for a message: as it is, unless it would do something to a terminal."""
-    return key if isinstance(key, str) and key.isprintable() and len(key) <= 200 else show(key)
-
-
-def _finding(detail: ErrorDetails, file: str) -> Finding:
-    key = ".".join(show_key(part) for part in detail["loc"])
-    if detail["type"] == "missing":
-        return Finding(file, key, "", "missing")
-    if detail["type"] == "extra_forbidden":
-        known = RopeScaling if detail["loc"][0] == "rope_scaling" else Quantization if detail["loc"][0] == "quantization" else Spec
-        close = difflib.get_close_matches(str(detail["loc"][-1]), known.model_fields, 1)
-        return Finding(file, key, show(detail["input"]), "unknown key" + (f"; did you mean {close[0]}?" if close else ""))
-    reason = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return Finding(file, key, show(detail["input"]), reason)
+#: Fields that are mappings.
+_NESTED: Mapping[str, type[Frozen]] = {"rope_scaling": RopeScaling, "quantization": Quantization, "draft": DraftSpec}
 
 
 def _fine(cls: type[Spec], values: Mapping[str, Any], bad: Set[str]) -> dict[str, Any]:
     """The fields, defaults included, that are valid by themselves, parsed."""
     fine = {key: field.get_default() for key, field in cls.model_fields.items() if not field.is_required()}
     fine |= {key: value for key, value in values.items() if key in cls.model_fields}
-    for key, model in (("rope_scaling", RopeScaling), ("quantization", Quantization)):
+    for key, model in _NESTED.items():
         if key not in bad and isinstance(fine[key], Mapping):
             fine[key] = model.model_validate(dict(fine[key]))
     fine |= {"eos_token_id": _ids(fine["eos_token_id"]), "n_shared_experts": _none_is_zero(fine["n_shared_experts"])}

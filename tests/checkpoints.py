@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.config import published_config
+from kdgen.draft_config import published_draft_config
+from kdgen.draft_spec import DraftSpec
 from kdgen.spec import Spec
 from kdgen.weights.checkpoint import DTYPES
 
@@ -58,4 +60,12 @@ def write_model(
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {"total_size": sum(a.nbytes for a in tensors.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_drafter(folder: Path, draft: DraftSpec, weights: Mapping[str, NDArray[Any]]) -> Path:
+    """A DFlash drafter in z-lab's layout: ``config.json`` and ``model.safetensors``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(published_draft_config(draft)))
+    write_safetensors(folder / "model.safetensors", weights)
     return folder

@@ -16,16 +16,18 @@ from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
 from kdgen.compile import nvrtc_version
 from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
+from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.model import Opened, context_for, open_engine, open_model, random_model
+from kdgen.fields import show
+from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
 from kdgen.sampling import Sampling
-from kdgen.spec import Spec, show
+from kdgen.spec import Spec
 
-DRAFTERS = ("ngram", "replay", "random", "adversarial", "none")
+DRAFTERS = ("ngram", "replay", "random", "adversarial", "dflash", "none")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class _Run:
     max_new_tokens: int
     stop: tuple[int, ...]
     draft: str
+    chain: bool
     error_rate: float
     budget: int
     block_size: int
@@ -89,11 +92,28 @@ class _Run:
     sampling: Sampling
 
 
+def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    if text not in DRAFTERS and not Path(text).is_dir():
+        raise click.BadParameter(f"{text!r} is neither a drafter's folder nor one of {', '.join(DRAFTERS)}")
+    return text
+
+
 @click.command("generate", short_help="Decode tokens with a model's weights, plainly or with draft trees.")
 @click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or what `kdgen import` made of it.")
 @click.option("--prompt-ids", required=True, metavar="IDS|@FILE", help="The prompt's token ids: 5,17,9, or a file of them.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
-@click.option("--draft", type=click.Choice(DRAFTERS), default="none", show_default=True, help="Who proposes draft trees.")
+@click.option(
+    "--draft",
+    metavar="NAME|DIR",
+    default="none",
+    show_default=True,
+    callback=_drafter_name,
+    help=f"Who proposes draft trees: {', '.join(DRAFTERS)}, or a published DFlash drafter's folder.",
+)
+@click.option(
+    "--draft-amplitude", type=click.FloatRange(min=0, min_open=True), help="Amplitude of a drafter's YaRN, instead of its config's."
+)
+@click.option("--chain", is_flag=True, help="A DFlash drafter's best token at each depth, and no tree.")
 @click.option("--error-rate", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="How often the replay drafter is wrong.")
 @click.option("--budget", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Most draft nodes of a tree.")
 @click.option("--block-size", type=click.IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
@@ -114,9 +134,10 @@ class _Run:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
 def command(
-    ctx: click.Context, model: str, prompt_ids: str, max_new_tokens: int, draft: str, error_rate: float, budget: int, block_size: int,
-    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
-    min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int, as_json: bool,
+    ctx: click.Context, model: str, prompt_ids: str, max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool,
+    error_rate: float, budget: int, block_size: int, backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None,
+    temperature: float, top_k: int, top_p: float, min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool,
+    random_weights: bool, layers: int | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
     tokens nor those drawn with a --temperature.
@@ -126,19 +147,27 @@ def command(
 
     Without --draft, --check-exact compares with a run that takes the prompt token by token.
     """
+    if draft == "dflash" and not random_weights:
+        raise click.UsageError("--draft dflash makes a drafter up: add --random-weights, or name the drafter's folder")
+    if draft_amplitude is not None and draft in DRAFTERS:
+        raise click.UsageError("--draft-amplitude belongs to a drafter's folder: name one with --draft")
+    if chain and draft in DRAFTERS and draft != "dflash":
+        raise click.UsageError("--chain is for DFlash drafters")
     if layers is not None and not random_weights:
         raise click.UsageError("--layers cuts a model with made-up weights: add --random-weights")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     with status() as say:
         say(f"opening {model}")
-        opened_model = random_model(model, layers, seed) if random_weights else open_model(Path(model))
+        opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
+        if draft not in DRAFTERS:
+            opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
     spec = opened_model.spec
     prompt = read_prompt(prompt_ids, spec.vocab_size)
     room = context_for(spec, len(prompt), max_new_tokens, context)
     if len(prompt) + max_new_tokens > room:
         warn(f"a context of {room} holds {room - len(prompt)} new tokens after this prompt, not {max_new_tokens}")
     stop = () if ignore_eos else spec.eos_token_id
-    run = _Run(prompt, max_new_tokens, stop, draft, error_rate, budget, block_size, chunk, seed, sampling)
+    run = _Run(prompt, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
     with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
         opened = open_engine(opened_model, room, dtype, backend, seed, bar)
     with status() as say:
@@ -206,6 +235,8 @@ def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
         return ReplayDrafter(truth, spec.vocab_size, run.error_rate, run.seed)
     if run.draft == "adversarial":
         return AdversarialDrafter(truth, spec.vocab_size, seed=run.seed)
+    if spec.draft is not None:
+        return DFlashDrafter(min(run.block_size, spec.draft.block_size), run.chain)
     return RandomDrafter(spec.vocab_size, run.seed)
 
 
@@ -234,11 +265,10 @@ def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, exact: bool
 
 
 def _summary(report: Generated, engine: Engine) -> str:
-    weights = size_text(sum(weight.total_bytes for weight in engine.plan.weights))
+    weights = size_text(sum(weight.total_bytes for weight in (*engine.plan.weights, *engine.plan.draft_weights)))
     times = report.timings
     lines = [
-        f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; "
-        f"kernels {times.build:.1f} s, weights {times.load:.1f} s",
+        f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; kernels {times.build:.1f} s, weights {times.load:.1f} s",
         f"{report.prompt_tokens} prompt tokens in {times.prefill:.3f} s, {len(report.tokens)} new ones in {times.decode:.3f} s"
         f"{' (end of sequence)' if report.stopped else ''}: {report.target_forwards} forwards"
         + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),

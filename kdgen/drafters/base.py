@@ -1,4 +1,5 @@
-"""What a drafter gives: for each depth below the root, candidate tokens with log-probabilities, or a whole row of logits."""
+"""What a drafter gives: for each depth below the root, candidate tokens with log-probabilities, or a whole row of logits, or neither,
+where the drafter runs on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +37,19 @@ class DraftLogits:
         return int(self.logits.shape[0])
 
 
-Proposal = Candidates | DraftLogits
+@dataclass(frozen=True)
+class BlockDraft:
+    """The model's own drafter proposes, on the device: ``depths`` depths, from one pass over a block of ``block_size`` rows.
+
+    ``width`` bounds the candidates of a depth; 0 leaves them to the tree's budget, and 1 makes the tree a chain.
+    """
+
+    depths: int
+    block_size: int
+    width: int = 0
+
+
+Proposal = Candidates | DraftLogits | BlockDraft
 
 
 class Drafter(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdgen.errors import KdgenError
+from kdgen.plan import draft
 from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.kernels import Catalogue, mma_obstacles, mode_of
 from kdgen.plan.programs import buffers, programs
@@ -35,15 +36,18 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
     if obstacles:
         notes.append("no tensor-core path: " + "; ".join(obstacles))
     notes.append("one plan for every target: no block uses more than 99 KiB of shared memory")
+    if spec.draft is not None:
+        notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
     return Plan(
         spec_name=spec.name,
         spec_sha256=spec.sha256,
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=Catalogue(spec, mode).all(),
+        kernels=Catalogue(spec, mode).all() + draft.kernels(spec, compute),
         weights=weights(spec, mode),
-        buffers=buffers(spec, mode, limits),
-        programs=programs(spec, mode, limits),
+        draft_weights=draft.weights(spec, compute),
+        buffers=buffers(spec, mode, limits) + draft.buffers(spec, mode, limits),
+        programs=draft.programs(programs(spec, mode, limits), spec, limits),
         notes=tuple(notes),
     )

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from kdgen.draft_spec import MAX_BLOCK
+
 DType = Literal["f32", "bf16", "i32", "f64", "u8"]
 Compute = Literal["f32", "bf16"]  #: the type of activations and cache rows; sums are float32 in both
 ITEM_BYTES: dict[DType, int] = {"f32": 4, "bf16": 2, "i32": 4, "f64": 8, "u8": 1}
@@ -175,7 +177,7 @@ class Weight:
 
 
 MAX_NODES = 64  #: draft-tree nodes of a verify step, root included
-MAX_PATH = 16  #: longest path in a tree, root included: the largest draft block
+MAX_PATH = MAX_BLOCK  #: longest path in a tree, root included
 MAX_CANDIDATES = 64  #: candidate tokens kept of a draft row
 
 
@@ -200,7 +202,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything later stages need, for one spec and one compute dtype."""
+    """Everything later stages need, for one spec and one compute dtype.
+
+    ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
+    """
 
     spec_name: str
     spec_sha256: str
@@ -209,6 +214,7 @@ class Plan:
     limits: Limits
     kernels: tuple[Kernel, ...]
     weights: tuple[Weight, ...]
+    draft_weights: tuple[Weight, ...]
     buffers: tuple[Buffer, ...]
     programs: tuple[Program, ...]
     notes: tuple[str, ...]

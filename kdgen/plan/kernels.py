@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
 from kdgen.spec import LORA_NORM_EPS, Spec
@@ -31,7 +32,7 @@ class Mode:
     weight_bytes: int
 
 
-def mode_of(spec: Spec, compute: Compute) -> Mode:
+def mode_of(spec: Spec | DraftSpec, compute: Compute) -> Mode:
     """Tensor cores read bf16 weights; the generic path keeps the checkpoint's own type and widens in registers."""
     wide = compute == "f32" and spec.dtype == "float32"
     weight: tuple[params.CType, int] = ("float", 4) if wide else ("bf16", 2)
@@ -53,6 +54,9 @@ def mma_obstacles(spec: Spec) -> tuple[str, ...]:
         widths["intermediate_size"] = spec.intermediate_size
     if spec.has_moe:
         widths["moe_intermediate_size"] = spec.moe_intermediate_size
+    if spec.draft is not None:
+        for name in ("query_width", "intermediate_size", "feature_width"):
+            widths[f"draft.{name}"] = getattr(spec.draft, name)
     found = [f"{name} {width} is no multiple of 16" for name, width in widths.items() if width % 16]
     if attention_smem(spec) > SMEM_LIMIT:
         found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {SMEM_LIMIT}")
@@ -70,7 +74,7 @@ def split_keys(spec: Spec, compute: Compute) -> int:
     return 64 if compute == "f32" or spec.kv_lora_rank < 256 else 128
 
 
-def _block_for(width: int, most: int = 256) -> int:
+def block_for(width: int, most: int = 256) -> int:
     """Threads for an elementwise pass over ``width``: whole warps, no more than it has work for."""
     return max(32, min(most, -(-width // 32) * 32))
 
@@ -242,7 +246,7 @@ class Catalogue:
     # ---- attention --------------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, width: int, x_stride: int = 0, eps: float | None = None) -> Kernel:
-        block = _block_for(width // 4, 1024)
+        block = block_for(width // 4, 1024)
         p = params.RmsNorm(name, width, x_stride or width, self.spec.rms_norm_eps if eps is None else eps, self.mode.act, block)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
@@ -250,7 +254,7 @@ class Catalogue:
 
     def _rope_cache(self) -> Kernel:
         s, act = self.spec, self.mode.act
-        block = _block_for(max(s.kv_lora_rank, s.num_attention_heads * s.qk_rope_head_dim // 2))
+        block = block_for(max(s.kv_lora_rank, s.num_attention_heads * s.qk_rope_head_dim // 2))
         pairing = (
             "Pairs are interleaved, (x0, x1), (x2, x3), ..." if s.rope_interleave else "Pairs are half a head apart, (x_i, x_(i + d/2))."
         )
@@ -274,7 +278,7 @@ class Catalogue:
         if not self.fast:
             generic = params.MlaAttentionF32(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, tile=32,
-                scale=s.softmax_scale, block=_block_for(latent, 128), blocks_per_sm=4,
+                scale=s.softmax_scale, block=block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
             return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary)
@@ -289,7 +293,7 @@ class Catalogue:
     def _combine(self) -> Kernel:
         s = self.spec
         vector = 4 if s.kv_lora_rank % 4 == 0 else 1
-        block = _block_for(s.kv_lora_rank // vector, 128)
+        block = block_for(s.kv_lora_rank // vector, 128)
         p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.split, vector, self.mode.act, block)
         width = s.num_attention_heads * s.kv_lora_rank
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
@@ -313,7 +317,7 @@ class Catalogue:
         comment = "Scores are a softmax over the experts." if softmax else "Scores are sigmoids."
         if s.has_router_bias:
             comment += " The bias corrects the choice only; weights are the scores themselves."
-        block = _block_for(experts, 512)
+        block = block_for(experts, 512)
         p = params.RouterTopK(
             name="router_topk", experts=experts, top_k=s.num_experts_per_tok, groups=1 if s.topk_method == "greedy" else s.n_group,
             topk_group=s.topk_group, group_top2=s.topk_method == "noaux_tc", softmax=softmax, has_bias=s.has_router_bias,
@@ -324,7 +328,7 @@ class Catalogue:
 
     def _moe_sort(self) -> Kernel:
         experts, top_k = self.spec.n_routed_experts or 0, self.spec.num_experts_per_tok
-        block = _block_for(experts, 512)
+        block = block_for(experts, 512)
         p = params.MoeSort("moe_sort", experts, top_k, block)
         return Kernel("moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(0, top_k * 8, 0), "assignments grouped by expert")
 
@@ -370,7 +374,7 @@ class Catalogue:
 
     def _moe_combine(self) -> Kernel:
         s = self.spec
-        block = _block_for(s.hidden_size)
+        block = block_for(s.hidden_size)
         p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, block)
         cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
         grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
@@ -379,24 +383,24 @@ class Catalogue:
     # ---- ends of a step ---------------------------------------------------------------------------------------------
 
     def _embed(self) -> Kernel:
-        s, block = self.spec, _block_for(self.spec.hidden_size)
+        s, block = self.spec, block_for(self.spec.hidden_size)
         p = params.Embed("embed", s.hidden_size, "float" if s.dtype == "float32" else "bf16", block)
         cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)), 0)
         return Kernel("embed", "embed.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "token embedding into the residual")
 
     def _argmax(self) -> Kernel:
-        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
         p = params.Argmax("argmax", vocab, block)
         return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
 
     def _sample(self) -> Kernel:
-        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
         p = params.Sample("sample", vocab, block)
         cost = Cost(0, 40, 0)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
         return Kernel("sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature")
 
     def _top_k(self) -> Kernel:
-        vocab, block = self.spec.vocab_size, _block_for(self.spec.vocab_size // 4, 1024)
+        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
         p = params.TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, block, blocks_per_sm=1)
         cost = Cost(0, 2 * vocab * 4, 4 * vocab)
         return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, SEQUENCE_EXTENT, ONE), 0, cost, "candidates of each draft row")
@@ -424,7 +428,7 @@ class Catalogue:
 
     def _kv_compact(self) -> Kernel:
         s = self.spec
-        block = _block_for(s.cache_row_dim, 128)
+        block = block_for(s.cache_row_dim, 128)
         p = params.KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, self.mode.act, block)
         grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
         cost = Cost(0, 2 * s.num_hidden_layers * s.cache_row_dim * self.mode.act_bytes, 0)

@@ -265,3 +265,73 @@ class KvCompact:
     max_path: int
     act: CType
     block: int
+
+
+# ---- drafter ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftCapture:
+    name: str
+    hidden: int
+    width: int
+    act: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    name: str
+    width: int
+    max_path: int
+    columns: int
+    act: CType
+    block: int
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    name: str
+    mask_token: int
+    block: int
+
+
+@dataclass(frozen=True)
+class DraftHeads:
+    name: str
+    queries: bool
+    query_heads: int
+    key_heads: int
+    head: int
+    eps: float
+    act: CType
+    block: int
+    blocks_per_sm: int
+
+
+@dataclass(frozen=True)
+class GqaAttention:
+    name: str
+    heads: int
+    key_heads: int
+    group: int
+    head: int
+    split: int
+    rows: int
+    row_tiles: int
+    scale: float
+    causal: bool
+    act: CType
+    block: int
+    mask_comment: str
+    smem_comment: str
+
+
+@dataclass(frozen=True)
+class GqaCombine:
+    name: str
+    heads: int
+    head: int
+    split: int
+    act: CType
+    block: int

@@ -34,7 +34,7 @@ def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
         state("step_count", "i32", 1),
         state("step_sequence", "i32", sequences),
         state("step_begin", "i32", sequences + 1),
-        state("draft_shape", "i32", sequences, 3),
+        state("draft_shape", "i32", sequences, 4),
         state("draft_logits", "f32", sequences, MAX_PATH, spec.vocab_size),
         state("candidate_tokens", "i32", sequences, MAX_PATH, MAX_CANDIDATES),
         state("candidate_log_probs", "f32", sequences, MAX_PATH, MAX_CANDIDATES),

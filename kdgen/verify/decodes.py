@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
 from kdgen.decode import Decoded, decode_plain, decode_tree, prefill
+from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import Drafter
+from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Draft, Engine
@@ -24,6 +26,7 @@ from kdgen.reference.model import ReferenceModel
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.drafter import check_drafter
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, Status, finite
 from kdgen.weights.checkpoint import Checkpoint
@@ -37,7 +40,8 @@ CHUNKS = (7, 8, 9, 33, 64)
 
 @dataclass(frozen=True)
 class Situation:
-    """One draft-tree decode: a drafter (behind replay's name its errors in percent), tree limits, and the prefill's chunk."""
+    """One draft-tree decode: a drafter (behind replay's name its errors in percent, behind dflash's its block size), tree limits, and
+    the prefill's chunk."""
 
     drafter: str
     budget: int
@@ -63,6 +67,18 @@ SITUATIONS = (
     Situation("adversarial", 63, 16, 2),
 )
 FEW_SITUATIONS = SITUATIONS[:3]
+
+
+def drafted_situations(draft: DraftSpec | None) -> tuple[Situation, ...]:
+    """The model's own drafter, if it has one: whole blocks and small ones, trees and a chain."""
+    if draft is None:
+        return ()
+    block = draft.block_size
+    return (
+        Situation(f"dflash {block}", 31, block, 7),
+        Situation(f"dflash {block} chain", block - 1, block, 64),
+        Situation(f"dflash {min(block, 3)}", 5, min(block, 3), 33),
+    )
 
 
 @dataclass(frozen=True)
@@ -136,12 +152,14 @@ def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situa
             yield _check_tokens(subject, plain, clock)
         detail, bits = "logits and cache rows equal by bits (L3)", plain.bits(len(CHUNKS) * len(plain.logits))
         yield clock.check("decode", "prefill in any chunks", _rechunked(engine, subject, plain), detail, bits=bits)
-        for situation in situations:
+        for situation in (*situations, *drafted_situations(subject.spec.draft)):
             tree, problem = _compare(engine, subject, situation, plain)
             length = sum(tree.acceptance_lengths) / max(1, tree.target_forwards)
             detail = f"tokens equal, logits and cache rows by bits (L1, L2); {length:.1f} tokens a forward"
             bits = plain.bits(min(len(engine.logits), len(plain.logits)))
             yield clock.check("decode", str(situation), problem, "" if problem else detail, bits=bits)
+        if subject.spec.draft is not None:
+            yield from check_drafter(engine, subject, plain.decoded, clock.check)
         yield clock.check("decode", "stop token inside a tree", _stopped(engine, subject, plain), "ends where plain decoding would")
         detail = "tokens equal, logits and cache rows by bits (L4)"
         bits = plain.bits(len(subject.prompt) + min(TREE_TOKENS, subject.new_tokens) - 1)
@@ -221,7 +239,9 @@ def make_drafter(name: str, truth: Sequence[int], vocab_size: int, seed: int = 0
         return ReplayDrafter(truth, vocab_size, int(percent) / 100, seed)
     if kind == "adversarial":
         return AdversarialDrafter(truth, vocab_size, seed=seed)
-    return RandomDrafter(vocab_size, seed) if kind == "random" else NgramDrafter()
+    if kind == "random":
+        return RandomDrafter(vocab_size, seed)
+    return DFlashDrafter(int(percent.split()[0]), chain=percent.endswith("chain")) if kind == "dflash" else NgramDrafter()
 
 
 def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, plain: _Plain) -> tuple[Decoded, str]:
@@ -294,6 +314,13 @@ def _sampled(engine: RecordingEngine, subject: Subject) -> str:
     sampling, count = Sampling(temperature=0.8, top_p=0.95, seed=2**40 + 1), min(TREE_TOKENS, subject.new_tokens)
     decoded = decode_plain(engine, subject.prompt, count, sampling=sampling)
     drawn = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
-    drafter = make_drafter("replay 50", (*subject.prompt, *decoded.tokens), subject.spec.vocab_size)
-    tree = decode_tree(engine, subject.prompt, count, drafter, 15, 8, chunk=7, sampling=sampling)
-    return _difference(engine, drawn) if tree.tokens == decoded.tokens else "other tokens than plain sampling"
+    drafters = [make_drafter("replay 50", (*subject.prompt, *decoded.tokens), subject.spec.vocab_size)]
+    if subject.spec.draft is not None:
+        drafters.append(DFlashDrafter(subject.spec.draft.block_size))
+    for drafter in drafters:
+        tree = decode_tree(engine, subject.prompt, count, drafter, 15, 8, chunk=7, sampling=sampling)
+        if tree.tokens != decoded.tokens:
+            return f"other tokens than plain sampling, drafted by {drafter.name}"
+        if problem := _difference(engine, drawn):
+            return f"drafted by {drafter.name}: {problem}"
+    return ""

@@ -119,7 +119,35 @@ def draw_spec(
             group = one_of((32, 64))
             values["quantization"] = {"num_bits": 4, "group_size": group, "symmetric": True}
             values |= {key: group * choices.integer(1, 3) for key in ("hidden_size", "moe_intermediate_size")}
+    if one_of((False, False, True)):
+        values["draft"] = _draw_drafter(choices, values, sizes)
     return Spec.from_mapping(values)
+
+
+def _draw_drafter(choices: Choices, target: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A DFlash drafter of a target: any part of its layers read, any mix of layers that slide."""
+    one_of, layers = choices.one_of, choices.integer(1, 2)
+    read = sorted({choices.integer(0, target["num_hidden_layers"] - 1) for _ in range(3)})
+    key_heads = one_of((1, 2, 3))
+    return {
+        "hidden_size": target["hidden_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": key_heads * one_of((1, 2, 5)),
+        "num_key_value_heads": key_heads,
+        "head_dim": one_of(tuple(n for n in (2, 6, 16, 30, 32, 48, 80) if sizes is ODD or n % 16 == 0)),
+        "intermediate_size": one_of(sizes),
+        "rms_norm_eps": one_of((1e-6, 1e-5)),
+        "rope_theta": one_of((10000.0, 50000.0)),
+        "rope_scaling": _draw_yarn(choices) if one_of((False, True)) else None,
+        "attention_bias": one_of((False, True)),
+        "block_size": choices.integer(2, 16),
+        "mask_token_id": choices.integer(0, target["vocab_size"] - 1),
+        "target_layer_ids": read,
+        "layer_types": [one_of(("full_attention", "sliding_attention")) for _ in range(layers)],
+        "sliding_window": one_of((1, 3, 20, 70)),
+        "sliding_mask": one_of(("causal", "symmetric", "none")),
+        "dtype": target["dtype"],
+    }
 
 
 def _draw_yarn(choices: Choices) -> dict[str, Any]:
@@ -164,8 +192,9 @@ def _draw_routing(choices: Choices, family: str) -> dict[str, Any]:
 class RequestDraw:
     """One request of a situation. The prompt and the drafter's noise come from ``seed``.
 
-    ``drafter`` is none (plain decoding), replay (right but for ``error_rate``), random, adversarial or ngram. ``stop_at``: stop at
-    the token that decoding alone gives there. ``joins``: steps of the batch that pass before the request is added.
+    ``drafter`` is none (plain decoding), replay (right but for ``error_rate``), random, adversarial, ngram or dflash (the model's own;
+    random where it has none). ``stop_at``: stop at the token that decoding alone gives there. ``joins``: steps of the batch that pass
+    before the request is added.
     """
 
     seed: int
@@ -227,7 +256,7 @@ def _draw_request(choices: Choices) -> RequestDraw:
         prompt_length=one_of(PROMPTS),
         new_tokens=one_of(NEW_TOKENS),
         chunk=one_of((64, 33, 8, 3, 1)),
-        drafter=one_of(("none", "replay", "replay", "replay", "adversarial", "random", "ngram")),
+        drafter=one_of(("none", "replay", "replay", "replay", "adversarial", "random", "ngram", "dflash", "dflash")),
         error_rate=one_of((0.0, 0.1, 0.3, 1.0)),
         budget=one_of((0, 1, 7, 15, 33, 63)),
         block_size=choices.integer(2, 16),

@@ -18,6 +18,7 @@ from kdgen.backends.base import Backend
 from kdgen.batch import Batch, Request
 from kdgen.decode import decode_plain
 from kdgen.drafters.base import Drafter
+from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
@@ -59,12 +60,15 @@ class Exactness:
     tolerance: float | None = None
 
 
-def make_drafter(draw: RequestDraw, truth: Sequence[int], vocab_size: int) -> Drafter | None:
+def make_drafter(draw: RequestDraw, truth: Sequence[int], spec: Spec) -> Drafter | None:
+    vocab_size = spec.vocab_size
     if draw.drafter == "none":
         return None
     if draw.drafter == "replay":
         return ReplayDrafter(truth, vocab_size, draw.error_rate, draw.seed)
-    if draw.drafter == "random":
+    if draw.drafter == "dflash" and spec.draft is not None:
+        return DFlashDrafter(min(draw.block_size, spec.draft.block_size), chain=draw.budget == 1)
+    if draw.drafter in ("random", "dflash"):
         return RandomDrafter(vocab_size, draw.seed)
     if draw.drafter == "adversarial":
         return AdversarialDrafter(truth, vocab_size, seed=draw.seed)
@@ -116,11 +120,11 @@ def _decode_alone(engine: Engine, draw: RequestDraw) -> Alone:
     return Alone(tuple(prompt), decoded.tokens, np.stack(recorder.logits), recorder.cache_rows())
 
 
-def _request(draw: RequestDraw, alone: Alone, vocab_size: int) -> tuple[Request, tuple[int, ...]]:
+def _request(draw: RequestDraw, alone: Alone, spec: Spec) -> tuple[Request, tuple[int, ...]]:
     """The request, and the tokens that it must give."""
     stop = frozenset() if draw.stop_at is None else frozenset(alone.tokens[draw.stop_at : draw.stop_at + 1])
     end = next((i + 1 for i, token in enumerate(alone.tokens) if token in stop), len(alone.tokens))
-    drafter = make_drafter(draw, (*alone.prompt, *alone.tokens), vocab_size)
+    drafter = make_drafter(draw, (*alone.prompt, *alone.tokens), spec)
     request = Request(alone.prompt, draw.new_tokens, stop, draw.sampling, draw.chunk, drafter, draw.budget, draw.block_size)
     return request, alone.tokens[:end]
 
@@ -142,7 +146,7 @@ class _Together:
         while coming or not batch.idle:
             while coming and situation.requests[coming[0]].joins <= steps:
                 number = coming.pop(0)
-                request, expected[number] = _request(situation.requests[number], alone[number], engine.spec.vocab_size)
+                request, expected[number] = _request(situation.requests[number], alone[number], engine.spec)
                 batch.add(request)
                 order.append(number)
             for finished in batch.step():

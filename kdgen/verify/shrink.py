@@ -8,6 +8,8 @@ The rule, field by field:
 - one dense layer stays of several, two MoE layers of many (two layers in all of a model that has one kind);
 - up to 18 heads, more than the 16 of an attention tile; up to 12 experts, or 4 groups of 4 of which as large a part is kept; up to 4
   experts a token, and all of them only where it was all;
+- a drafter keeps two layers, one that slides if any does, up to two key heads of up to four query heads each, and as many of the
+  target's layers as are left;
 - the vocabulary is cut to 512, and the ids of special tokens to its end.
 
 Branches, scales, epsilons and RoPE (YaRN included) stay. What shrinking loses, the full-size kernels' slices check: long reductions,
@@ -17,8 +19,10 @@ many row tiles, and splits of 128 keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from kdgen.draft_spec import DraftSpec
 from kdgen.spec import Spec
 
 #: Parameters that the CPU emulator decodes within seconds.
@@ -33,6 +37,7 @@ WIDTHS = {
     "moe_intermediate_size": 64,
     "hidden_size": 128,
 }
+DRAFT_HEAD, DRAFT_MLP, DRAFT_WINDOW = 32, 160, 24
 HEADS, EXPERTS, GROUPS, EXPERTS_A_GROUP, CHOSEN, VOCAB = 18, 12, 4, 4, 4, 512
 
 
@@ -67,9 +72,30 @@ def shrink(spec: Spec) -> Spec:
     moved = {token: token if token < vocab - len(special) else max(0, vocab - len(special) + place) for place, token in enumerate(special)}
     values["eos_token_id"] = [moved[token] for token in spec.eos_token_id]
     values["bos_token_id"] = None if spec.bos_token_id is None else moved[spec.bos_token_id]
+    values["draft"] = None if spec.draft is None else _drafter(spec.draft, values)
     values["name"] = f"{spec.name[:56]}-shrunk"
     # model_dump writes all fields out; those that a dense model must not have keep their defaults either way
     return Spec.from_mapping(values, spec.name)
+
+
+def _drafter(draft: DraftSpec, target: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter of a shrunk ``target``."""
+    key_heads = min(draft.num_key_value_heads, 2)
+    kinds = sorted(set(draft.layer_types), reverse=True)  # what slides comes first
+    layers = len(kinds) if kinds else min(draft.num_hidden_layers, 2)
+    read = min(len(draft.target_layer_ids), target["num_hidden_layers"])
+    return draft.model_dump(mode="json") | {
+        "hidden_size": target["hidden_size"],
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "sliding_window": draft.sliding_window and min(draft.sliding_window, DRAFT_WINDOW),
+        "num_key_value_heads": key_heads,
+        "num_attention_heads": key_heads * min(draft.group_heads, 4),
+        "head_dim": _width(draft.head_dim, DRAFT_HEAD),
+        "intermediate_size": _width(draft.intermediate_size, DRAFT_MLP),
+        "mask_token_id": min(draft.mask_token_id, target["vocab_size"] - 1),
+        "target_layer_ids": [place * target["num_hidden_layers"] // read for place in range(read)],
+    }
 
 
 def _width(width: int, target: int) -> int:

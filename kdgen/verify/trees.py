@@ -110,10 +110,11 @@ def check_top_k(bench: Bench) -> None:
     for count in sorted({min(wanted, finite) for wanted in (1, 2, 10, MAX_CANDIDATES)}):
         tokens, log_probs = ops.top_k_log_probs(logits, count)
         for rows, place in ((1, 1), (most, 0)):  # the other place drafts nothing
-            shape = np.zeros((2, 3), np.int32)
-            shape[place] = rows, count, 60
-            drafted = np.full((2, MAX_PATH, p.vocab), np.nan, np.float32)
-            drafted[place, :rows] = logits[:rows]
+            shape = np.zeros((2, 4), np.int32)
+            first = int(bench.rng.integers(0, 2 * MAX_PATH - rows + 1))  # a place's logits may begin at any row
+            shape[place] = rows, count, 60, first
+            drafted = np.full((2 * MAX_PATH, p.vocab), np.nan, np.float32)
+            drafted[first : first + rows] = logits[:rows]
             ids, probs = bench.poisoned("i32", 2, MAX_PATH, p.max_candidates), bench.poisoned("f32", 2, MAX_PATH, p.max_candidates)
             bench.launch(bench.integer(2), bench.input(shape), bench.input(drafted), ids, probs, tokens=rows, sequences=2)
             both_ids, both = bench.read(ids), bench.read(probs)
@@ -161,8 +162,8 @@ def launch_tree_build(bench: Bench, draft: Draft, root: int = 5, places: int = 1
     depths, ranks = draft.tokens.shape
     ids, probs = poison("i32", places, MAX_PATH, MAX_CANDIDATES), poison("f32", places, MAX_PATH, MAX_CANDIDATES)
     ids[place, :depths, :ranks], probs[place, :depths, :ranks] = draft.tokens, draft.log_probs
-    shape = np.zeros((places, 3), np.int32)
-    shape[place] = depths, ranks, draft.budget
+    shape = np.zeros((places, 4), np.int32)
+    shape[place] = depths, ranks, draft.budget, 0
     step = bench.rng.permutation(SEQUENCES)[:places].astype(np.int32)
     roots = np.full(SEQUENCES, -9, np.int32)
     roots[step[place]] = root

@@ -19,8 +19,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.draft_spec import DraftSpec
 from kdgen.errors import WeightError
-from kdgen.spec import Spec, TensorGroup
+from kdgen.fields import TensorGroup
+from kdgen.spec import Spec
 
 Array = NDArray[Any]
 
@@ -250,7 +252,7 @@ class Checkpoint(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: Spec | DraftSpec) -> None:
         """Check every tensor against the spec: there, nothing beside, right shape and type, INT4 shapes as stored.
 
         Raises one WeightError listing everything wrong. Multi-token-prediction layers behind the last decoder layer are allowed,
@@ -268,13 +270,13 @@ class Checkpoint(Mapping[str, Array]):
                     problems.append(f"{self.path.name}: tensor {key} {list(group.shape)} is missing")
                 else:
                     problems += self._mismatches(key, group, spec)
-        allowed = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+        allowed = {"lm_head.weight"} if isinstance(spec, Spec) and spec.tie_word_embeddings else set()
         for key in sorted(self._entries.keys() - expected - allowed):
             if not self._is_mtp(key, spec):
                 problems.append(f"{self._entries[key].file.name}: tensor {key} {list(self._entries[key].shape)} is not part of this model")
         _raise(problems)
 
-    def _mismatches(self, key: str, group: TensorGroup, spec: Spec) -> Iterator[str]:
+    def _mismatches(self, key: str, group: TensorGroup, spec: Spec | DraftSpec) -> Iterator[str]:
         entry, where = self._entries[key], self._entries[key].file.name
         allowed = {
             "matrix": ("BF16",) if spec.dtype == "bfloat16" else ("F32", "BF16"),
@@ -293,6 +295,6 @@ class Checkpoint(Mapping[str, Array]):
             if packed is not None and len(packed.shape) == 2 and stored != [packed.shape[0], packed.shape[1] * 8]:
                 yield f"{where}: {key} says {stored}, the packed weights hold {[packed.shape[0], packed.shape[1] * 8]}"
 
-    def _is_mtp(self, key: str, spec: Spec) -> bool:
+    def _is_mtp(self, key: str, spec: Spec | DraftSpec) -> bool:
         match = re.match(r"model\.layers\.(\d+)\.", key)
         return bool(match and int(match[1]) >= spec.num_hidden_layers and match[0] + _MTP_MARK in self._entries)

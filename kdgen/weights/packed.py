@@ -1,5 +1,7 @@
 """Packed weights in a .kdtr file: written once, loaded as they are.
 
+A drafter's weights are not among them: they stay in their published folder, and any drafter may join a packed target.
+
 The file's tensors are the plan's device tensors under their names, flat. Its metadata holds the spec, and the layout: the
 version of the layouts, the compute type, and every weight as the plan has it. A file whose layout is not the plan's, to the
 last field, is refused.
@@ -39,7 +41,7 @@ def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, pro
                 progress(done, total)
 
     progress(done, total)
-    metadata = KdtrMetadata(KIND, json.dumps(spec.model_dump(mode="json")), _layout(plan))
+    metadata = KdtrMetadata(KIND, json.dumps(spec.with_draft(None).model_dump(mode="json")), _layout(plan))
     write_kdtr_parts(path, _infos(plan), parts(), metadata)
 
 

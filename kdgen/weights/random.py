@@ -7,6 +7,7 @@ machine. Scales keep activations of order one through any depth, and spread the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.spec import Spec, TensorGroup
+from kdgen.fields import TensorGroup
+from kdgen.spec import Spec
 
 Array = NDArray[Any]
 
@@ -27,7 +29,7 @@ SCALE_SPREAD = (0.75, 1.25)  #: how much scales vary
 
 
 class RandomWeights(Mapping[str, Array]):
-    """Checkpoint tensors by published key, made when asked for and not kept.
+    """Checkpoint tensors by published key, made when asked for and not kept; a drafter's are among them where the spec has one.
 
     Matrices are bfloat16 (or float32 of bfloat16 values, when ``Spec.dtype`` says so), norms bfloat16, the router's bias float32,
     quantized experts int32 words, bfloat16 scales and an int64 shape. Every value is exactly a bfloat16.
@@ -35,7 +37,8 @@ class RandomWeights(Mapping[str, Array]):
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec, self.seed = spec, seed
-        self._groups = {key: group for group in spec.tensors() for key in group.names()}
+        drafted = spec.draft.tensors() if spec.draft else ()
+        self._groups = {key: group for group in itertools.chain(spec.tensors(), drafted) for key in group.names()}
 
     def __getitem__(self, key: str) -> Array:
         return self._make(key, self._groups[key])

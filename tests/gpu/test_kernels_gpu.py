@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
-@pytest.mark.parametrize("name", ["tiny", "tiny2"])
+@pytest.mark.parametrize("name", ["tiny", "tiny2", "tiny-dflash"])
 def test_kernels_are_right(cuda_backend: Backend, name: str, compute: Compute) -> None:
     spec = load_spec(name)
     wrong = [check for check in check_kernels(cuda_backend, spec, build_plan(spec, compute)) if not check.ok]

@@ -245,7 +245,7 @@ def test_files_names_and_dtypes(tmp_path: Path) -> None:
     assert [plan.directory for plan in plans_for([str(spec), "tiny", "tiny"])] == ["mine", "tiny"]
     assert [plan.directory for plan in plans_for(["tiny"], "f32")] == ["tiny-f32"]
     everything = [plan.directory for plan in plans_for([])]
-    assert everything == [*sorted(path.stem for path in specs_dir().glob("*.yaml")), "tiny-f32", "tiny2-f32"]
+    assert everything == [*sorted(path.stem for path in specs_dir().glob("*.yaml")), "tiny-f32", "tiny2-f32", "tiny-dflash-f32"]
     spec.write_text(specs_dir().joinpath("tiny2.yaml").read_text().replace("name: tiny2", "name: tiny"))
     with pytest.raises(KdgenError, match="another spec is called tiny"):
         plans_for(["tiny", str(spec)])

@@ -81,14 +81,14 @@ def same(a: Spec, b: Spec) -> bool:
 
 
 def test_published_configs_are_the_shipped_specs() -> None:
-    assert same(read(KIMI), load_spec("k26").model_copy(update={"eos_token_id": (163585, 163586)}))
+    assert same(read(KIMI), load_spec("k26").model_copy(update={"eos_token_id": (163585, 163586), "draft": None}))
     assert same(read(V2_LITE), load_spec("deepseek-v2-lite"))
     assert same(read(GLM), load_spec("glm-4.7-flash"))
 
 
 @pytest.mark.parametrize("name", ["tiny", "k26", "deepseek-v3", "deepseek-v2-lite", "moonlight-16b-a3b", "glm-4.7-flash"])
 def test_what_is_published_is_read_back(name: str) -> None:
-    assert read(published_config(load_spec(name)), name) == load_spec(name)
+    assert read(published_config(load_spec(name)), name) == load_spec(name).with_draft(None)
 
 
 def test_a_spec_that_no_family_publishes_is_not_written() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import write_model
+from checkpoints import write_drafter, write_model
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
@@ -19,7 +19,10 @@ from kdgen.backends.base import Backend
 from kdgen.cli import main
 from kdgen.cli.generate import DRAFTERS, read_prompt
 from kdgen.config import load_config
+from kdgen.draft_config import load_draft_config
+from kdgen.draft_spec import DraftSpec
 from kdgen.errors import KdgenError
+from kdgen.fields import RopeScaling
 from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Quantization, Spec, load_spec, parse_spec
 from kdgen.weights.checkpoint import Checkpoint
@@ -89,7 +92,7 @@ def test_json(model: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("draft", DRAFTERS)
+@pytest.mark.parametrize("draft", [name for name in DRAFTERS if name != "dflash"])
 def test_no_draft_changes_anything(model: Path, draft: str, dtype: str) -> None:
     options = ["--max-new-tokens", "14", "--dtype", dtype]
     expected = report(model, *options)
@@ -109,6 +112,61 @@ def test_no_draft_changes_what_is_drawn(model: Path) -> None:
         found = report(model, *options, "--sample-seed", "2", "--draft", draft, "--error-rate", "0.3", "--check-exact")
         assert (found["tokens"], found["exact"], found["sampling"]["seed"]) == (drawn[2], True, 2)
     assert "between 0.001 and 100" in refused(model, "--temperature", "-1")
+
+
+DRAFT = DraftSpec(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48, rms_norm_eps=1e-6,
+    rope_theta=1e4, rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=32), block_size=6, mask_token_id=3,
+    target_layer_ids=(0, 1), layer_types=("sliding_attention", "full_attention"), sliding_window=9,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    weights = random_weights(INT4.with_draft(DRAFT), 6)
+    tensors = {key: weights[key] for group in DRAFT.tensors() for key in group.names()}
+    return write_drafter(tmp_path_factory.mktemp("drafter") / "drafter", DRAFT, tensors)
+
+
+def test_a_drafters_folder_is_read_back(drafter: Path) -> None:
+    assert load_draft_config(drafter) == DRAFT
+    Checkpoint(drafter).validate(DRAFT)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_published_drafter_changes_no_bit(model: Path, drafter: Path, dtype: str) -> None:
+    options = ["--max-new-tokens", "14", "--dtype", dtype]
+    expected = report(model, *options)
+    for more in ([], ["--chain"], ["--block-size", "4", "--budget", "31"], ["--draft-amplitude", "1.4"]):
+        found = report(model, *options, "--draft", str(drafter), "--check-exact", *more)
+        assert found["tokens"] == expected["tokens"] and found["exact"] is True
+        assert sum(found["acceptance_lengths"]) >= len(found["tokens"]) - 1
+
+
+def test_a_packed_model_takes_a_published_drafter(model: Path, drafter: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "model.kdtr"
+    assert kdgen("import", str(model), str(packed)).exit_code == 0
+    found = report(packed, "--max-new-tokens", "6", "--draft", str(drafter), "--check-exact")
+    assert found["exact"] is True and found["tokens"] == report(model, "--max-new-tokens", "6")["tokens"]
+
+
+def test_a_made_up_drafter() -> None:
+    found = report("tiny-dflash", "--random-weights", "--layers", "2", "--draft", "dflash", "--max-new-tokens", "5", "--check-exact")
+    assert found["exact"] is True and len(found["acceptance_lengths"]) >= 1
+
+
+def test_drafters_that_are_none(model: Path, drafter: Path, tmp_path: Path) -> None:
+    assert "add --random-weights, or name the drafter's folder" in refused(model, "--draft", "dflash")
+    assert "describes no drafter" in refused("tiny", "--random-weights", "--draft", "dflash")
+    assert "is no DFlash drafter" in refused(model, "--draft", str(model))
+    assert "--draft-amplitude belongs to a drafter's folder" in refused(model, "--draft-amplitude", "1.4")
+    assert "--chain is for DFlash drafters" in refused(model, "--chain", "--draft", "ngram")
+    other = write_drafter(tmp_path / "other", DRAFT.model_copy(update={"mask_token_id": 40}), {})
+    assert "draft.mask_token_id: is not below vocab_size 40" in refused(model, "--draft", str(other))
+    (tmp_path / "empty").mkdir()
+    write_drafter(tmp_path / "empty", DRAFT, {"fc.weight": np.zeros((3, 3), np.float32)})
+    said = refused(model, "--draft", str(tmp_path / "empty"))
+    assert "fc.weight has shape [3, 3], the config says [64, 128]" in said and "hidden_norm.weight [64] is missing" in said
 
 
 def test_a_difference_is_a_finding(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def parameters_of(spec: str, compute: Compute) -> dict[str, tuple[str, ...]]:
 def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
     plan, parameters = plan_of(spec, compute), parameters_of(spec, compute)
     buffers = {buffer.name: buffer for buffer in plan.buffers}
-    weights = {weight.name: weight for weight in plan.weights}
+    weights = {weight.name: weight for weight in (*plan.weights, *plan.draft_weights)}
 
     def check(arg: Arg, declared: str, layer: int) -> None:
         if arg.kind == "int":
@@ -78,13 +78,14 @@ def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
     assert {launch.kernel for launch, _ in launches} == {kernel.name for kernel in plan.kernels}
     assert {arg.name for arg, _ in args if "buffer" in arg.kind} == {buffer.name for buffer in plan.buffers}
     read = {(arg.name, layer if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
-    assert read == {(weight.name, layer) for weight in plan.weights for layer in range(*(weight.layers or (0, 1)))}
+    weights = (*plan.weights, *plan.draft_weights)
+    assert read == {(weight.name, layer) for weight in weights for layer in range(*(weight.layers or (0, 1)))}
 
 
 @EVERY
 def test_names_are_unique_and_sizes_possible(spec: str, compute: Compute) -> None:
     plan = plan_of(spec, compute)
-    for things in (plan.kernels, plan.weights, plan.buffers, plan.programs):
+    for things in (plan.kernels, (*plan.weights, *plan.draft_weights), plan.buffers, plan.programs):
         names = [thing.name for thing in things]
         assert len(names) == len(set(names))
     for kernel in plan.kernels:
@@ -93,7 +94,7 @@ def test_names_are_unique_and_sizes_possible(spec: str, compute: Compute) -> Non
         assert all(
             limit >= extent.value(64, plan.limits.capacity) for limit, extent in zip((2**31 - 1, 65535, 65535), kernel.grid, strict=True)
         )
-    for weight in plan.weights:
+    for weight in (*plan.weights, *plan.draft_weights):
         assert weight.stored_bytes >= math.prod(weight.logical) * (ITEM_BYTES[weight.dtype] if not weight.group_size else 0.5)
 
 
@@ -141,12 +142,49 @@ def test_k26_is_as_large_as_published() -> None:
 
 
 def test_costs_of_k26_are_its_weights() -> None:
-    """A decoded token reads 8 of 384 routed experts, one row of the embedding, and all other weights; activations are small change."""
+    """A decoded token reads 8 of 384 routed experts, one row of the embedding, and all other weights; activations are small change.
+
+    The drafter takes note of it with its first projection and those of keys and values.
+    """
     plan = plan_of("k26", "bf16")
     share = {"experts_gate_up": 8 / 384, "experts_down": 8 / 384, "embed_tokens": 1 / 163840}
     weights = sum(weight.total_bytes * share.get(weight.name, 1) for weight in plan.weights)
+    weights += sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))
     moved = sum(plan.kernel(launch.kernel).cost.bytes(1) for launch, _ in plan.program("decode").launches())
     assert weights < moved < 1.01 * weights
+
+
+def test_the_drafter_of_k26_is_as_large_as_published() -> None:
+    weights = plan_of("k26", "bf16").draft_weights
+    assert sum(weight.total_bytes for weight in weights) / 2**30 == pytest.approx(6.5, abs=0.05)
+
+
+def test_a_draft_reads_the_drafter_and_the_head() -> None:
+    """fc belongs to the tokens that are committed; the block reads all other weights of the drafter, and the target's head."""
+    plan = plan_of("k26", "bf16")
+    weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
+    weights += next(weight.total_bytes for weight in plan.weights if weight.name == "lm_head")
+    moved = sum(plan.kernel(launch.kernel).cost.bytes(1) for launch, _ in plan.program("draft").launches())
+    assert weights < moved < 1.01 * weights
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_a_drafter_changes_nothing_of_its_target(compute: Compute) -> None:
+    spec = load_spec("k26")
+    with_draft, without = plan_of("k26", compute), build_plan(spec.with_draft(None), compute)
+    assert with_draft.kernels[: len(without.kernels)] == without.kernels
+    assert with_draft.weights == without.weights and not without.draft_weights
+
+
+def test_features_are_captured_behind_their_layers() -> None:
+    plan = plan_of("tiny-dflash", "bf16")
+    for name in ("prefill", "decode", "verify"):
+        order = [(launch.kernel, layer) for launch, layer in plan.program(name).launches()]
+        for place, layer in enumerate((0, 2)):
+            at = [i for i, (kernel, _) in enumerate(order) if kernel == "draft_capture"][place]
+            written = [i for i, (kernel, of) in enumerate(order) if kernel in ("down_proj", "shared_down_proj") and of == layer]
+            following = [i for i, (kernel, of) in enumerate(order) if kernel == "q_b_proj" and of == layer + 1]
+            assert max(written) < at < min(following)
 
 
 def test_directories() -> None:
