@@ -8,7 +8,7 @@
 
 namespace top_k {
 constexpr int VOCAB = 129280;
-constexpr int MAX_PATH = 16;        // draft rows of a place
+constexpr int MAX_PATH = 16;        // candidate rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of the outputs
 constexpr int BLOCK = 1024;
 constexpr int BLOCKS_PER_SM = 1;  // the registers that this leaves are enough not to spill
@@ -32,7 +32,7 @@ __device__ __forceinline__ Best best_after(const float* row, Best taken, bool an
   return best;
 }
 
-// draft_shape: {depths, candidates a row, budget} of each place of the step
+// draft_shape: {depths, candidates a row, budget, first logits row} of each place of the step
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     top_k(const int* step_count, const int* draft_shape, const float* logits, int* candidate_tokens,
           float* candidate_log_probs) {
@@ -41,10 +41,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   SHARED_ARRAY(int, warp_index, [WARPS]);
   SHARED_ARRAY(float, warp_exp_sum, [WARPS]);
   const int place = blockIdx.y;
-  if (place >= *step_count || blockIdx.x >= draft_shape[place * 3]) return;
+  if (place >= *step_count || blockIdx.x >= draft_shape[place * 4]) return;
   const int draft_row = place * MAX_PATH + blockIdx.x;
-  const int candidates = min(draft_shape[place * 3 + 1], min(VOCAB, MAX_CANDIDATES));
-  const float* row = logits + (size_t)draft_row * VOCAB;
+  const int candidates = min(draft_shape[place * 4 + 1], min(VOCAB, MAX_CANDIDATES));
+  const float* row = logits + (size_t)(draft_shape[place * 4 + 3] + blockIdx.x) * VOCAB;
 
   Best mine = best_after(row, nothing(), false);
   float largest = 0.0f, log_sum = 0.0f;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void set_rank(Candidate& c, int depth, int rank) {
     c.key_low = (c.key_low & clear) | set;
 }
 
-// draft_shape: {depths, candidates a row, budget} of each place
+// draft_shape: {depths, candidates a row, budget, first logits row} of each place
 extern "C" __global__ void __launch_bounds__(32)
     tree_build(const int* step_count, const int* step_sequence, const int* draft_shape,
                const int* candidate_tokens, const float* candidate_log_probs, const int* root_token,
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(32)
   SHARED_ARRAY(Candidate, open, [MAX_OPEN]);
   const int lane = threadIdx.x, step_place = blockIdx.x;
   if (step_place >= *step_count) return;
-  draft_shape += step_place * 3;
+  draft_shape += step_place * 4;
   candidate_tokens += step_place * MAX_PATH * MAX_CANDIDATES;
   candidate_log_probs += step_place * MAX_PATH * MAX_CANDIDATES;
   tree_token += step_place * MAX_NODES;
