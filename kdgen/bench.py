@@ -14,17 +14,18 @@ import numpy as np
 
 from kdgen.backends.base import Launch, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
-from kdgen.drafters.base import Candidates
+from kdgen.draft_spec import DraftSpec
+from kdgen.drafters.base import BlockDraft, Candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_PATH, Kernel
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
 from kdgen.resources import templates_dir
 
 READ_MEGABYTES = 4096
 REPLAYS = 15
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
 #: Kernels that change what later steps depend on; they are timed inside steps only.
-STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows"})
+STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class BenchReport:
 
 
 def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
-    """Decode and verify steps of ``engine``. Its context must have room for the longest and its steps.
+    """Decode and verify steps of ``engine``, and drafts where it has a drafter. Its context must have room for the longest and its steps.
 
     Raises KdgenError when the engine does not run on a GPU: emulated times say nothing.
     """
@@ -76,6 +77,9 @@ def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: 
         for rows in nodes:
             say(f"{rows} rows at context {context}")
             steps.append(_step(engine, backend, context, rows, bandwidth, kernels))
+        if engine.spec.draft is not None:
+            say(f"a draft at context {context}")
+            steps.append(_draft(engine, engine.spec.draft, backend, context, bandwidth, kernels))
     spec = engine.spec
     return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps))
 
@@ -119,19 +123,38 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     experts = _experts_hit(engine, backend, launches)
     engine.fill(context)
     seconds = _median(backend, launches, lambda: engine.fill_length(context))
-    times = []
-    if kernels:
-        for kernel in engine.plan.kernels:
-            mine = [each for each in launches if each.kernel == kernel.name]
-            if mine and kernel.name not in STATEFUL:
-                many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
-                once = _median(backend, many) / len(many)
-                # the kernels before it ran again on what the last layer left: the routing is theirs
-                active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
-                floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
-                times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
+    times = _kernels(engine, backend, launches, rows, context, bandwidth) if kernels else ()
     floor = _step_bytes(engine, rows, context, experts) / bandwidth
-    return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, tuple(times))
+    return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, times)
+
+
+def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int, bandwidth: float, kernels: bool) -> StepTime:
+    """One block of the drafter, up to its candidates."""
+    rows = draft.block_size
+    engine.fill(context)
+    engine.verify(BlockDraft(rows - 1, rows), MAX_NODES - 1)
+    engine.fill(context)
+    launches = engine.launches("draft", rows, context + rows)
+    seconds = _median(backend, launches)
+    times = _kernels(engine, backend, launches, rows, context, bandwidth) if kernels else ()
+    return StepTime("draft", rows, context, seconds * 1e6, _draft_bytes(engine, draft, context) / bandwidth * 1e6, 0, times)
+
+
+def _kernels(
+    engine: Engine, backend: CudaBackend, launches: Sequence[Launch], rows: int, context: int, bandwidth: float
+) -> tuple[KernelTime, ...]:
+    """Each kernel of a step alone, over all the layers that it runs in."""
+    times = []
+    for kernel in engine.plan.kernels:
+        mine = [each for each in launches if each.kernel == kernel.name]
+        if mine and kernel.name not in STATEFUL:
+            many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
+            once = _median(backend, many) / len(many)
+            # the kernels before it ran again on what the last layer left: the routing is theirs
+            active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
+            floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
+            times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
+    return tuple(times)
 
 
 def _wide_draft(engine: Engine, rows: int) -> Candidates:
@@ -157,6 +180,8 @@ def _kernel_bytes(engine: Engine, kernel: Kernel, rows: int, context: int, activ
     cost = kernel.cost
     if kernel.name == "mla_attention":  # a tree's rows share the cache rows below them
         return cost.bytes_per_token * (context + rows)
+    if kernel.name == "draft_attention" and engine.spec.draft is not None:  # the mean of its layers
+        return cost.bytes_per_token * sum(_draft_keys(engine.spec.draft, context)) // engine.spec.draft.num_hidden_layers
     fixed = cost.bytes_fixed
     if kernel.name.startswith("experts_"):
         fixed = fixed * active // engine.spec.num_experts_per_tok
@@ -174,4 +199,19 @@ def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
             total += weight.stored_bytes // weight.logical[0] * experts
         else:
             total += weight.total_bytes
-    return total
+    # what the drafter keeps of the tokens
+    return total + sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))
+
+
+def _draft_keys(draft: DraftSpec, context: int) -> list[int]:
+    """Keys that a block sees in each layer."""
+    windows = [draft.window(layer) for layer in range(draft.num_hidden_layers)]
+    return [min(context, window - 1 if window else context) + draft.block_size for window in windows]
+
+
+def _draft_bytes(engine: Engine, draft: DraftSpec, context: int) -> int:
+    """The drafter's weights but fc, which belongs to committed tokens, the target's head, and the draft cache."""
+    plan = engine.plan
+    weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
+    head = next(weight.total_bytes for weight in plan.weights if weight.name == "lm_head")
+    return weights + head + sum(_draft_keys(draft, context)) * 2 * draft.key_width * (2 if plan.compute == "bf16" else 4)

@@ -14,8 +14,8 @@ constexpr int COLUMNS = 2048;  // features that a block moves
 extern "C" __global__ void __launch_bounds__(BLOCK)
     draft_context(const int* step_count, const int* step_sequence, const int* step_begin,
                   const int* accepted_count, const int* accepted_nodes, const int* sequence_length,
-                  const bf16* features, bf16* context_features, int* num_tokens, int* row_sequence,
-                  int* row_position, int from_tree) {
+                  const bf16* features, bf16* context_features, int* context_count, int* context_sequence,
+                  int* context_position, int from_tree) {
   begin_after_previous_kernel();
   const int context_row = blockIdx.x, places = *step_count;
   const bool first_block = blockIdx.y == 0 && threadIdx.x == 0;
@@ -23,15 +23,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   if (first_block && context_row == 0) {
     int rows = 0;
     for (int p = 0; p < places; ++p) rows += committed(p);
-    *num_tokens = rows;
+    *context_count = rows;
   }
   int place = 0, index = context_row;  // among the place's committed rows
   for (; place < places && index >= committed(place); ++place) index -= committed(place);
   if (place == places) return;
   const int row = step_begin[place] + (from_tree ? accepted_nodes[place * MAX_PATH + index] : index);
   if (first_block) {
-    row_sequence[context_row] = step_sequence[place];
-    row_position[context_row] = sequence_length[step_sequence[place]] - committed(place) + index;
+    context_sequence[context_row] = step_sequence[place];
+    context_position[context_row] = sequence_length[step_sequence[place]] - committed(place) + index;
   }
   const int end = min(WIDTH, (blockIdx.y + 1) * COLUMNS);
   for (int i = blockIdx.y * COLUMNS + threadIdx.x; i < end; i += BLOCK)

@@ -28,11 +28,12 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
 @click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
+@click.option("--draft", is_flag=True, help="Time the drafter of the spec's draft: section, too.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,
-    seed: int, as_json: bool,
+    draft: bool, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Time decode and verify steps of SPEC with random weights, and every kernel in them, against the floor: the bytes that must be
     read, over the read bandwidth measured in the same run."""
@@ -41,7 +42,7 @@ def command(
     with status() as say:
         say("opening the GPU")
         backend = open_backend("cuda")
-        model = random_model(spec_name, layers, seed)
+        model = random_model(spec_name, layers, seed, draft)
         plan = build_plan(model.spec, dtype, Limits(max_context=max(contexts) + 1024))
         loading = "weights {:.1f} of {:.1f} GB"
         engine = Engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))

@@ -190,7 +190,7 @@ def weights(spec: Spec, compute: Compute) -> tuple[Weight, ...]:
 
 
 def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
-    """Device memory that the drafter adds. Its passes use the target's rows, residual and hidden buffers, which are dead by then."""
+    """Device memory that the drafter adds. Its passes use the target's residual and hidden buffers, which are dead by then."""
     if spec.draft is None:
         return ()
     d, rows, sequences = spec.draft, limits.max_rows, limits.max_sequences
@@ -205,6 +205,9 @@ def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
 
     return (
         state("draft_begin", "i32", sequences + 1),
+        state("context_count", "i32", 1),
+        state("context_sequence", "i32", rows),
+        state("context_position", "i32", rows),
         state("row_last", "i32", block_rows),
         state("draft_cos_table", "f32", limits.capacity, d.head_dim // 2),
         state("draft_sin_table", "f32", limits.capacity, d.head_dim // 2),
@@ -259,35 +262,39 @@ def _captured(stage: Stage, draft: DraftSpec) -> Iterator[Stage]:
 
 
 def context_stages(draft: DraftSpec, limits: Limits, from_tree: bool) -> tuple[Stage, ...]:
-    """From the features of what a step committed to rows of the draft cache. The rows take the places of the step's own."""
+    """From the features of what a step committed to rows of the draft cache."""
     step = "step_count step_sequence step_begin accepted_count accepted_nodes sequence_length features context_features"
-    rows = "num_tokens row_sequence row_position"
+    rows = "context_count context_sequence context_position"
     start = (
         launch("draft_context", *_named(f"{step} {rows}"), integer(int(from_tree))),
-        launch("draft_fc", *_named("num_tokens context_features"), weight("draft_fc"), buffer("residual")),
-        _norm(weight("draft_hidden_norm")),
+        launch("draft_fc", *_named("context_count context_features"), weight("draft_fc"), buffer("residual")),
+        _norm(weight("draft_hidden_norm"), "context_count"),
     )
     heads = launch(
         "draft_context_heads", *_named(f"{rows} draft_kv"), layer_weight("draft_k_norm"), *_named("draft_cos_table draft_sin_table"),
         _CACHE, integer(limits.capacity),
     )  # fmt: skip
-    return Stage(start), Stage((_linear(draft, "draft_kv_proj", "hidden", "draft_kv", biased=True), heads), (0, draft.num_hidden_layers))
+    project = _linear(draft, "draft_kv_proj", "hidden", "draft_kv", biased=True, count="context_count")
+    return Stage(start), Stage((project, heads), (0, draft.num_hidden_layers))
 
 
 _CACHE = Arg("layer_buffer", "draft_cache")
 
 
-def _linear(draft: DraftSpec, name: str, x: str, y: str, biased: bool = False) -> Launch:
+def _linear(draft: DraftSpec, name: str, x: str, y: str, biased: bool = False, count: str = "num_tokens") -> Launch:
     bias = (layer_weight(f"{name}_bias"),) if biased and draft.attention_bias else ()
-    return launch(name, *_named(f"num_tokens {x}"), layer_weight(name), *bias, buffer(y))
+    return launch(name, *_named(f"{count} {x}"), layer_weight(name), *bias, buffer(y))
 
 
-def _norm(gain: Arg) -> Launch:
-    return launch("draft_norm", *_named("num_tokens residual"), gain, buffer("hidden"))
+def _norm(gain: Arg, count: str = "num_tokens") -> Launch:
+    return launch("draft_norm", *_named(f"{count} residual"), gain, buffer("hidden"))
 
 
 def _draft_stages(draft: DraftSpec, limits: Limits) -> tuple[Stage, ...]:
-    """One pass over the blocks of the step's sequences, up to the candidates of each depth. Row 0, the root's own, proposes nothing."""
+    """One pass over the blocks of the step's sequences, up to the candidates of each depth. Row 0, the root's own, proposes nothing.
+
+    Its rows stand where the verify step's will.
+    """
     step, rows = "step_count step_sequence draft_begin sequence_length", "num_tokens row_sequence row_position"
     begin = (
         launch("draft_block", *_named(f"{step} root_token num_tokens tokens row_sequence row_position row_last")),

@@ -66,10 +66,10 @@ def check_context(bench: Bench) -> None:
             wanted = np.concatenate([begin + chosen for begin, chosen in zip(begins[:-1], nodes, strict=True)])
             ordinal = np.concatenate([np.arange(count) for count in counts])
             of_row = np.repeat(step, counts)
-            bench.findings.equal("num_tokens", bench.read(number), np.array([total]))
-            bench.findings.equal("row_sequence", split_guard(bench, "row_sequence", bench.read(sequence), total), of_row)
+            bench.findings.equal("context_count", bench.read(number), np.array([total]))
+            bench.findings.equal("context_sequence", split_guard(bench, "context_sequence", bench.read(sequence), total), of_row)
             expected = lengths[of_row] - np.repeat(counts, counts) + ordinal
-            bench.findings.equal("row_position", split_guard(bench, "row_position", bench.read(position), total), expected)
+            bench.findings.equal("context_position", split_guard(bench, "context_position", bench.read(position), total), expected)
             got = split_guard(bench, "context_features", bench.read(context), total)
             bench.findings.same_bits("context_features", got, features[wanted])
             bench.release()
