@@ -28,7 +28,14 @@ PROMPT = [5, 17, 9, 1000, 2000, 3000, 4000, 77, 1, 2, 3, 500, 700, 11, 13, 19]
 @functools.cache
 def one_layer() -> tuple[Spec, RandomWeights, NDArray[np.float64]]:
     """(spec, weights, the reference's logits [T, V])."""
-    cut = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 4096, "n_routed_experts": 16, "bos_token_id": None}
+    cut = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "vocab_size": 4096,
+        "n_routed_experts": 16,
+        "bos_token_id": None,
+        "draft": None,
+    }
     spec = Spec.from_mapping(load_spec("k26").model_dump(mode="json") | cut | {"eos_token_id": [], "name": "k26-layer"})
     weights = random_weights(spec, 7)
     return spec, weights, ReferenceModel(spec, weights).forward(PROMPT).logits
