@@ -130,7 +130,6 @@ TEMPLATES = [
             "no barrier before the next tokens",
             "    __syncthreads();  // before the next tokens overwrite the partial sums\n",
             "",
-            "checker",
         ),
     ),
     *_in(
@@ -143,7 +142,7 @@ TEMPLATES = [
         ),
         ("zero point 7", "0x43084308u", "0x43074307u"),
         ("words of a half exchanged", "half ? four.w : four.y", "half ? four.y : four.w"),
-        ("reads inputs beyond an odd half", "        if (COLS % 64 != 0 && step * 64 + half * 32 >= COLS) break;\n", "", "checker"),
+        ("reads inputs beyond an odd half", "        if (COLS % 64 != 0 && step * 64 + half * 32 >= COLS) break;\n", ""),
         ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
         (
             "rows 8 to 15 get those of 0 to 7",
@@ -563,5 +562,4 @@ QUICK = (
     "sample: noise keyed by row instead of position",
     "experts_f32: no barrier before the next tokens",
     "kernels: the latent norm takes rms_norm_eps",
-    "batch: a slab taken over with its last owner's sampling",
 )
