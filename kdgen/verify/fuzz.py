@@ -171,7 +171,14 @@ def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: s
         tokens=sum(each.tokens for each in found),
         drafts_accepted=sum(each.accepted for each in found),
         bits_compared=sum(each.bits for each in found),
-        largest_error=max((each.error / each.tolerance for each in found if each.error and each.tolerance), default=0.0),
+        largest_error=max(
+            (
+                outcome.exactness.error / outcome.exactness.tolerance
+                for outcome in outcomes
+                if outcome.case.compute == "f32" and outcome.exactness is not None and outcome.exactness.tolerance
+            ),
+            default=0.0,
+        ),
         seconds=seconds,
         failures=tuple(failures),
     )

@@ -78,7 +78,7 @@ def render_page(report: Report) -> str:
         report=report,
         failures=[check for check in report.checks if check.status == "failed"],
         bits=sum(check.bits for check in report.checks),
-        backends=sorted({check.backend for check in report.checks if check.status != "skipped" and check.backend != "text"}),
+        backends=sorted({check.backend for check in report.checks if check.status != "skipped" and check.backend not in ("text", "NumPy")}),
         models=[(title, checks, sum(check.status == "failed" for check in checks)) for title, checks in groups(report.checks)],
         references=_references(report.checks),
         plots=[plot for plot in (_kernel_plot(report.checks), _model_plot(report.checks)) if plot.rows],
@@ -101,7 +101,11 @@ def _references(checks: Sequence[Check]) -> list[Reference]:
         ratio = _ratio(check)
         if ratio is None:
             continue
-        where = {"kernel": "each kernel alone, from the same inputs: float64", "together": "a request's logits: the float64 reference"}
+        where = {
+            "kernel": "each kernel alone, from the same inputs: float64",
+            "together": "a request's logits: the float64 reference",
+            "tables": "cos and sin of RoPE: float64",
+        }
         found.setdefault(where.get(check.part, f"whole models' logits: {check.name}"), []).append((ratio, check))
     references = []
     for name, each in found.items():

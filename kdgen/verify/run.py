@@ -29,6 +29,7 @@ from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
 from kdgen.verify.report import Check, Report, Status, finite, make_report
+from kdgen.verify.rope import check_tables
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
@@ -44,7 +45,7 @@ TOGETHER = Situation(
         RequestDraw(1, 58, 10, 9, "replay", 0.2, 31, 8, None, Sampling(1.0, seed=3), joins=0),
         RequestDraw(2, 5, 14, 64, "none", 0.0, 0, 2, None, GREEDY, joins=1),
         RequestDraw(3, 3, 9, 2, "random", 0.0, 7, 4, 6, Sampling(0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**63 + 1), joins=1),
-        RequestDraw(4, 33, 6, 8, "replay", 0.0, 15, 16, None, GREEDY, joins=3),
+        RequestDraw(4, 33, 6, 8, "replay", 0.0, 15, 16, 2, GREEDY, joins=3),
     ),
 )  # fmt: skip
 #: The latent width from which attention splits are of 128 keys, long enough that both of its stages are loaded again.
@@ -103,6 +104,8 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+    for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
+        yield _tables(spec)
     yield from _trees(backend, *plans[0], say)
     for spec, plan in (*plans, *others):
         small = shrink(spec) if is_wide(spec) else spec
@@ -122,6 +125,13 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
         yield from _other_oracles(backend, specs, say)
 
 
+def _tables(spec: Spec) -> Check:
+    findings = check_tables(spec)
+    status: Status = "failed" if findings.problems else "ok"
+    figure, why = finite(findings.error), "; ".join(findings.problems)
+    return Check(spec.name, "f32", "tables", "cos and sin of RoPE", "NumPy", status, figure, findings.tolerance, why=why)
+
+
 def _together(backend: Backend, title: str, spec: Spec, compute: Compute, say: Say) -> Iterator[Check]:
     """L1 to L5 in a drawn situation: several requests with drafters, chunks and samplings of their own, joining and leaving."""
     if spec.max_position_embeddings < TOGETHER.context:
@@ -129,9 +139,10 @@ def _together(backend: Backend, title: str, spec: Spec, compute: Compute, say: S
     say(f"{title} {compute}: requests joining and leaving")
     began = perf_counter()
     try:
-        found = check_exactness(backend, spec, compute, TOGETHER)
+        found = check_exactness(backend, spec, compute, TOGETHER, bf16_too=True)
         detail = f"{found.requests} as each alone, logits and cache rows by bits (L1 to L5); {found.accepted} drafts accepted"
-        figures, problem, bits = (found.error, found.tolerance), found.problem, found.bits
+        figures: tuple[float | None, float | None] = finite(found.error), found.tolerance
+        problem, bits = found.problem, found.bits
     except BackendError as error:
         detail, figures, problem, bits = "", (None, None), str(error), 0
     status: Status = "failed" if problem else "ok"

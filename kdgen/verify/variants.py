@@ -2,8 +2,8 @@
 
 Together with tiny and tiny2 they have: INT4 experts in whole and half steps of 64 inputs, groups of experts, sigmoid and softmax routing,
 biases, both RoPE pairings, YaRN, queries with and without a low-rank form, more heads than an attention tile, latents wide enough for
-splits of 128 keys, tied embeddings, float32 weights, dimensions that are odd or 1, and drafters with both masks. A test sees to it that
-no branch is left out.
+splits of 128 keys, tied embeddings, an epsilon far from the inner norms', float32 weights, dimensions that are odd or 1, and drafters with
+both masks. A test sees to it that no branch is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "tiny-int4": {
         "hidden_size": 96, "moe_intermediate_size": 160, "quantization": _INT4, "q_lora_rank": None, "attention_bias": True,
         "num_attention_heads": 18, "v_head_dim": 16, "rope_interleave": False, "rope_scaling": _YARN, "tie_word_embeddings": True,
-        "num_hidden_layers": 2, "vocab_size": 257, "draft": _DRAFT | {"hidden_size": 96}, **_GROUPS,
+        "num_hidden_layers": 2, "vocab_size": 257, "rms_norm_eps": 0.01, "draft": _DRAFT | {"hidden_size": 96}, **_GROUPS,
     },
     "tiny-v2": {
         "model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy", "norm_topk_prob": False,
@@ -44,7 +44,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 3, "q_lora_rank": 31, "kv_lora_rank": 33, "qk_nope_head_dim": 9,
         "qk_rope_head_dim": 6, "v_head_dim": 7, "intermediate_size": 97, "moe_intermediate_size": 1, "n_routed_experts": 3,
         "num_experts_per_tok": 3, "n_shared_experts": 0, "norm_topk_prob": False, "rope_interleave": False, "vocab_size": 67,
-        "dtype": "float32", "attention_bias": True, "draft": _ODD_DRAFT | {"hidden_size": 65},
+        "dtype": "float32", "attention_bias": True, "rms_norm_eps": 0.01, "draft": _ODD_DRAFT | {"hidden_size": 65},
     },
 }  # fmt: skip
 

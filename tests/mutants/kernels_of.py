@@ -26,7 +26,7 @@ def first_failure(template: str) -> Check | None:
     specs = [load_spec(name) for name in run.DEFAULT_SPECS]
     plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))
     for check in run.all_checks(open_backend("cpu"), specs, plans, others, lambda _: None):
-        if check.part not in ("kernel", "trees", "checker"):
+        if check.part not in ("kernel", "tables", "trees", "checker"):
             return None
         if check.status == "failed":
             return check

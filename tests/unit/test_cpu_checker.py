@@ -259,6 +259,16 @@ BUGS = {
 """,
         "unwaited copy",
     ),
+    "copy_left_behind": Case(
+        """
+  SHARED_ARRAY(uint4, s, [THREADS / 4]);
+  out[t] = t;
+  if (t >= THREADS / 4) return;
+  cp_async_16(&s[t], in + 4 * t, true);  // BUG
+  cp_async_commit();
+""",
+        "unwaited copy: this thread has ended with 1 asynchronous copies",
+    ),
     "copy_without_barrier": Case(
         """
   SHARED_ARRAY(uint4, s, [THREADS / 4]);
@@ -276,6 +286,8 @@ BUGS = {
   __syncthreads();
   out[t] = (int)s[t / 4].x;  // BUG
   if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);  // BUG
+  cp_async_commit();
+  cp_async_wait<0>();
 """,
         "race|unwaited",
     ),

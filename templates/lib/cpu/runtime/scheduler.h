@@ -232,6 +232,10 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
   warp->alive &= ~bit;
   warp->runnable &= ~bit;
   --w->alive;
+  if ((w->launch->flags & CHECK) && me->copies && !me->copies->copies.empty())
+    fail(w, {me, at_line(me->copies->copies.front().line)},
+         "unwaited copy: this thread has ended with %zu asynchronous copies that it started and did not wait for",
+         me->copies->copies.size());
   if (w->barrier_count)
     fail(w, {me, at_line(w->barrier_line)},
          "divergence: this thread has ended while others of its block wait at this __syncthreads");
