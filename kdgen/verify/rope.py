@@ -7,8 +7,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.draft_spec import DraftSpec
+from kdgen.fields import RopeScaling
 from kdgen.rope import rope_tables
-from kdgen.spec import RopeScaling, Spec
+from kdgen.spec import Spec
 from kdgen.verify.bench import Findings
 from kdgen.verify.tolerances import EPS32
 
@@ -17,20 +19,22 @@ ROUNDINGS = 4.0  #: of an angle: of the power, its inverse, the blend and the pr
 
 
 def check_tables(spec: Spec) -> Findings:
-    """cos and sin of the first positions."""
+    """cos and sin of the first positions, the drafter's too where there is one."""
     findings = Findings()
     count = min(POSITIONS, spec.max_position_embeddings)
-    amplitude, angles = _amplitude(spec.rope_scaling), np.arange(count)[:, None] * _frequencies(spec)
-    for name, table, function in zip(("cos", "sin"), rope_tables(spec, count), (np.cos, np.sin), strict=True):
-        tolerance = amplitude * EPS32 * (ROUNDINGS * angles + 2)
-        findings.close(name, table, amplitude * function(angles), tolerance)
+    for model, whose in ((spec, ""), (spec.draft, "the drafter's ")):
+        if model is None:
+            continue
+        cos, sin = rope_tables(model, count)
+        amplitude, angles = _amplitude(model.rope_scaling), np.arange(count)[:, None] * _frequencies(model, cos.shape[1])
+        for name, table, expected in (("cos", cos, np.cos(angles)), ("sin", sin, np.sin(angles))):
+            findings.close(f"{whose}{name}", table, amplitude * expected, amplitude * EPS32 * (ROUNDINGS * angles + 2))
     return findings
 
 
-def _frequencies(spec: Spec) -> NDArray[np.float64]:
+def _frequencies(spec: Spec | DraftSpec, half: int) -> NDArray[np.float64]:
     """Radians a position of each pair. Pairs that turn often in the original context stay, slow ones are stretched, a ramp between
     (YaRN, arXiv 2309.00071, section 3.2; the ramp's ends are whole pairs, as in the published code)."""
-    half = spec.qk_rope_head_dim // 2
     plain: NDArray[np.float64] = spec.rope_theta ** -(np.arange(half) / half)
     if (yarn := spec.rope_scaling) is None:
         return plain
