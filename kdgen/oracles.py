@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.errors import KdgenError
-from kdgen.resources import checkout_dir
+from kdgen.resources import checkout_folder
 
 #: A folder of cases to use instead of the source checkout's.
 VARIABLE = "KDGEN_ORACLE_DIR"
@@ -64,9 +64,7 @@ def oracle_dir() -> Path | None:
         if not Path(chosen).is_dir():
             raise KdgenError(f"{VARIABLE}={chosen} is no folder: point it at a folder of oracle cases, or unset it")
         return Path(chosen)
-    checkout = checkout_dir()
-    copy = checkout / "tests" / "oracle" / "data" if checkout else None
-    return copy if copy and copy.is_dir() else None
+    return checkout_folder("tests/oracle/data")
 
 
 def model_cases() -> list[ModelCase]:

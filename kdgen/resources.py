@@ -19,10 +19,10 @@ def _folder(name: str) -> Path:
     raise KdgenError(f"kdgen's {name} folder is missing beside {PACKAGE}: reinstall the package")
 
 
-def checkout_dir() -> Path | None:
-    """The source checkout that this package lies in, else the one that kdgen was started in, else None."""
-    candidates = (PACKAGE.parent, Path.cwd())
-    return next((folder for folder in candidates if (folder / "kdgen").is_dir() and (folder / "generated").is_dir()), None)
+def checkout_folder(name: str) -> Path | None:
+    """Folder ``name`` of the source checkout that this package lies in, else of the one that kdgen was started in, else None."""
+    candidates = (checkout / name for checkout in (PACKAGE.parent, Path.cwd()) if (checkout / "kdgen").is_dir())
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def templates_dir() -> Path:

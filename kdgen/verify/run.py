@@ -20,7 +20,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
-from kdgen.resources import checkout_dir
+from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import SLICE_TILES, Bench, Size
@@ -314,10 +314,9 @@ def _drift(spec: Spec, plan: Plan, say: Say) -> Check:
             spec.name, plan.compute, "drift", f"generated/{plan.directory}", "text", status, detail=detail, why=why, seconds=seconds
         )
 
-    checkout = checkout_dir()
-    if checkout is None:
+    root = checkout_folder("generated")
+    if root is None:
         return check(False, False, why="no source checkout, neither around the package nor in the working directory")
-    root = checkout / "generated"
     try:
         shipped = load_spec(spec.name)
     except SpecError:

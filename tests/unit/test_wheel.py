@@ -59,6 +59,13 @@ def test_it_finds_its_own_data(installed: Path, tmp_path: Path) -> None:
     assert result.stdout.split() == [str(data / "templates"), str(data / "specs")], result.stderr
 
 
+def test_it_finds_the_checkout_that_it_runs_in(installed: Path, tmp_path: Path) -> None:
+    script = "import os; os.environ.pop('KDGEN_ORACLE_DIR', None); import kdgen.oracles as o; print(o.__file__, o.oracle_dir())"
+    for folder, found in ((tmp_path, None), (ROOT, ROOT / "tests" / "oracle" / "data")):
+        result = run(installed, folder, sys.executable, "-P", "-c", script)
+        assert result.stdout.split() == [str(installed / "kdgen" / "oracles.py"), str(found)], result.stderr
+
+
 def test_version(installed: Path, tmp_path: Path) -> None:
     result = run(installed, tmp_path, str(installed / "bin" / "kdgen"), "--version")
     assert result.stdout == f"kdgen {__version__}\n", result.stderr
