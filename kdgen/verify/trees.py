@@ -143,11 +143,16 @@ class Draft:
 
 
 def random_draft(rng: np.random.Generator, kind: str) -> Draft:
-    """``plain``: any log-probabilities; ``ties``: multiples of a quarter, equal ones and equal sums abound; ``impossible``: −inf tails."""
+    """``plain``: any log-probabilities; ``ties``: multiples of a quarter, equal ones and equal sums abound; ``close``: those and a few last
+    bits, which sums in float32 would round away; ``impossible``: −inf tails."""
     depths, ranks = int(rng.integers(1, MAX_PATH)), int(rng.integers(1, MAX_CANDIDATES + 1))
     log_probs = -np.sort(rng.exponential(rng.choice([0.2, 1.0, 4.0]), (depths, ranks)), axis=1)
-    if kind == "ties":
+    if kind in ("ties", "close"):
         log_probs = -np.ceil(-log_probs * 4) / 4
+    if kind == "close":
+        log_probs = -np.sort(
+            -log_probs.astype(np.float32) * (1 + rng.integers(0, 4, log_probs.shape).astype(np.float32) * 2.0**-23), axis=1
+        )
     if kind == "impossible":
         log_probs[np.arange(ranks) >= rng.integers(0, ranks + 1, (depths, 1))] = -np.inf
     tokens = np.stack([rng.permutation(1000)[:ranks] for _ in range(depths)]).astype(np.int32)
@@ -160,7 +165,8 @@ def launch_tree_build(bench: Bench, draft: Draft, root: int = 5, places: int = 1
     The draft stands at ``place`` of a step of ``places``; the others draft nothing.
     """
     depths, ranks = draft.tokens.shape
-    ids, probs = poison("i32", places, MAX_PATH, MAX_CANDIDATES), poison("f32", places, MAX_PATH, MAX_CANDIDATES)
+    # beyond the draft's own rows and ranks lies what an earlier one left: candidates that are certain
+    ids, probs = np.full((places, MAX_PATH, MAX_CANDIDATES), 9999, np.int32), np.zeros((places, MAX_PATH, MAX_CANDIDATES), np.float32)
     ids[place, :depths, :ranks], probs[place, :depths, :ranks] = draft.tokens, draft.log_probs
     shape = np.zeros((places, 4), np.int32)
     shape[place] = depths, ranks, draft.budget, 0
@@ -190,7 +196,7 @@ def compare_tree(bench: Bench, what: str, got: list[Array], tokens: Array, paren
 
 @for_template(CHECKS, ["tree_build.cu.j2"])
 def check_tree_build(bench: Bench) -> None:
-    for kind in ("plain", "ties", "impossible"):
+    for kind in ("plain", "ties", "close", "impossible"):
         for i in range(8):
             draft = random_draft(bench.rng, kind)
             expected = reference.build_tree(draft.tokens, draft.log_probs, draft.budget)

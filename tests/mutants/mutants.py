@@ -344,7 +344,7 @@ TEMPLATES = [
         ("seed's low word twice", "(u32)seed[2 * sequence + 1]", "(u32)seed[2 * sequence]"),
         ("the same noise for four tokens", "const u32 word = token % 4;", "const u32 word = position % 4;"),
         ("temperature left out", "(row[i] - largest) * inverse + gumbel", "(row[i] - largest) + gumbel"),
-        ("top-p over what top-k left out, too", "(lowest_key | bit) && kept(ordered(row[i]), i)", "(lowest_key | bit)"),
+        ("top-p of all that top-k left out, too", "if (kept(ordered(row[i]), i)) sum", "sum"),
         ("one of the tied too many", "token < equal_below", "token <= equal_below"),
         ("parameters of the step's first row", "const int sequence = row_sequence[token_row];", "const int sequence = row_sequence[0];"),
         ("-0 below 0", "__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
