@@ -124,7 +124,8 @@ class _DraftCatalogue(Catalogue):
         p = params.GqaAttention(
             name="draft_attention", heads=d.num_attention_heads, key_heads=d.num_key_value_heads, group=d.group_heads, head=d.head_dim,
             split=split_keys(d), rows=rows, row_tiles=row_tiles, scale=d.head_dim**-0.5, causal=d.sliding_mask == "causal",
-            act=self.mode.act, block=attention_block(d), mask_comment=mask, smem_comment=f"{smem} bytes",
+            act=self.mode.act, block=attention_block(d),
+            blocks_per_sm=4 if attention_block(d) == 128 else 6, mask_comment=mask, smem_comment=f"{smem} bytes",
         )  # fmt: skip
         cost = Cost(0, 2 * d.key_width * self.mode.act_bytes, 4 * d.block_size * d.query_width)
         grid = (Extent(row_tiles, per_sequence=True), Extent(d.num_key_value_heads), Extent(per_context=p.split))

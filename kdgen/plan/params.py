@@ -323,6 +323,7 @@ class GqaAttention:
     causal: bool
     act: CType
     block: int
+    blocks_per_sm: int
     mask_comment: str
     smem_comment: str
 

@@ -1,0 +1,115 @@
+"""How many tokens a forward gives on held-out prompts: ``python -m kdgen.demo.acceptance MODEL DRAFTER PROMPTS.json``.
+
+Every prompt is decoded plainly, with the drafter's chain, and with trees of several budgets; all must give the same tokens. A round's
+acceptance length counts the root, so that 1 means that nothing drafted was of use. Prints a table, or JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kdgen.decode import decode_plain, decode_tree
+from kdgen.drafters.dflash import DFlashDrafter
+from kdgen.engine import Engine
+from kdgen.errors import KdgenError
+from kdgen.model import open_engine, open_model, with_drafter
+
+BUDGETS = (7, 15, 31, 63)
+SCHEMA = "kdgen.acceptance/1"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One way of drafting over all prompts. ``histogram`` counts rounds by their acceptance length, from 1 on."""
+
+    method: str
+    mean: float
+    rounds: int
+    tokens: int
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    model: str
+    backend: str
+    dtype: str
+    prompts: int
+    new_tokens: int
+    rows: tuple[Accepted, ...]
+
+
+def read_prompts(file: Path, most: int) -> list[tuple[int, ...]]:
+    """The first ``most`` prompts of a file that ``kdgen.demo.train`` wrote. Raises KdgenError when it is none."""
+    try:
+        found = [tuple(prompt["tokens"]) for prompt in json.loads(file.read_text(encoding="utf-8"))["prompts"]]
+    except OSError as error:
+        raise KdgenError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise KdgenError(f"{file}: is no file of prompts, as kdgen.demo.train writes them") from None
+    return found[:most]
+
+
+def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> Iterator[Accepted]:
+    """Chain, then trees. Raises KdgenError when a draft changes a token, which is a bug."""
+    draft = engine.spec.draft
+    if draft is None:
+        raise KdgenError(f"{engine.spec.name} has no drafter")
+    block, stop = draft.block_size, engine.spec.eos_token_id
+    plain = [decode_plain(engine, prompt, new_tokens, stop).tokens for prompt in prompts]
+    for method, drafter, budget in (
+        ("chain", DFlashDrafter(block, chain=True), block - 1),
+        *((f"tree of {budget}", DFlashDrafter(block), budget) for budget in BUDGETS),
+    ):
+        histogram, tokens = [0] * block, 0
+        for prompt, expected in zip(prompts, plain, strict=True):
+            decoded = decode_tree(engine, prompt, new_tokens, drafter, budget, block, stop)
+            if decoded.tokens != expected:
+                raise KdgenError(f"{method}: drafts changed the tokens after a prompt that begins {prompt[:8]}")
+            tokens += len(decoded.tokens)
+            for length in decoded.acceptance_lengths:
+                histogram[length - 1] += 1
+        rounds = sum(histogram)
+        total = sum((place + 1) * count for place, count in enumerate(histogram))
+        yield Accepted(method, total / max(1, rounds), rounds, tokens, tuple(histogram))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kdgen.demo.acceptance", description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--count", type=int, default=128, help="prompts of the file (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens after each (%(default)s)")
+    parser.add_argument("--backend", help="cuda or cpu; a GPU if there is one")
+    parser.add_argument("--dtype", choices=("f32", "bf16"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        prompts = read_prompts(options.prompts, options.count)
+        model = with_drafter(open_model(options.model), options.drafter)
+        context = max(map(len, prompts)) + options.new_tokens
+        engine = open_engine(model, context, options.dtype, options.backend).engine
+        rows = []
+        for row in measure(engine, prompts, options.new_tokens):
+            rows.append(row)
+            print(f"{row.method:12} {row.mean:6.2f} tokens a forward, {row.rounds} rounds", file=sys.stderr, flush=True)
+    except KdgenError as error:
+        sys.exit(f"error: {error}")
+    report = Report(model.spec.name, engine.backend.description, engine.plan.compute, len(prompts), options.new_tokens, tuple(rows))
+    if options.json:
+        print(json.dumps({"schema": SCHEMA, **asdict(report)}))
+        return
+    print(f"{report.prompts} held-out prompts, {report.new_tokens} new tokens each, {report.dtype} on {report.backend}\n")
+    print("| draft | tokens a forward |\n|---|---|")
+    for row in report.rows:
+        print(f"| {row.method} | {row.mean:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""A ``tokenizer.json`` whose tokens are bytes: token i is byte i, and the special tokens follow."""
+
+from __future__ import annotations
+
+import json
+
+from kdgen.demo.corpus import END, MASK
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    beyond = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(beyond)) for byte in range(256)]
+
+
+def tokenizer_json() -> str:
+    """In the format of Hugging Face tokenizers: a byte-level BPE without merges."""
+    special = [(END, "<|end|>"), (MASK, "<|mask|>")]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())} | {text: token for token, text in special}
+    model: dict[str, object] = {"type": "BPE", "dropout": None, "unk_token": None}
+    model |= {"continuing_subword_prefix": None, "end_of_word_suffix": None}
+    model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary, "merges": []}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": token, "content": text, **flags} for token, text in special],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
+    return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
