@@ -17,6 +17,7 @@ constexpr int ROWS = 16;                         // query rows of a tile
 constexpr int ROW_TILES = 1;                     // of the largest draft block
 constexpr float SCALE = 0x1.279a74p-3f /* 0.144337567 */;
 constexpr int BLOCK = 64;
+constexpr int BLOCKS_PER_SM = 6;  // the registers that this leaves are enough not to spill
 constexpr int WARPS = BLOCK / 32;
 constexpr int WARP_ROWS = ROWS / WARPS;             // query rows whose scores a warp computes
 constexpr int VALUES = (HEAD + BLOCK - 1) / BLOCK;  // value columns of a thread
@@ -28,7 +29,7 @@ struct Shared {  // 11456 bytes
   float key[TILE][HEAD + 1];  // the odd stride keeps lanes in different banks
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     draft_attention(const int* step_count, const int* step_sequence, const int* draft_begin,
                     const int* sequence_length, const bf16* query, const bf16* draft_cache,
                     float* split_values, float* split_max, float* split_sum, int context_capacity,
