@@ -50,6 +50,13 @@ def apply(mutant: Mutant, copy: Path) -> None:
 
 def run(mutant: Mutant) -> Result:
     """A template's mutant is first looked for by that template's own kernels; whatever they miss gets the whole command."""
+    try:
+        return _run(mutant)
+    except subprocess.TimeoutExpired:
+        return Result(mutant, True, "hang", "", f"no end within {TIMEOUT} s")
+
+
+def _run(mutant: Mutant) -> Result:
     with tempfile.TemporaryDirectory(prefix="kdgen-mutant-") as folder:
         copy = Path(folder)
         apply(mutant, copy)
