@@ -92,6 +92,6 @@ def _result(mutant: Mutant, done: subprocess.CompletedProcess[str], failed: dict
     if failed is not None:
         return Result(mutant, True, failed["part"], f"{failed['spec']} {failed['compute']}, {failed['name']}", failed["why"])
     if done.returncode:  # 2: refused with an error; 1 without a report, or a signal: it fell over
-        said = (done.stderr.strip().splitlines() or [""])[-1]
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Result(mutant, True, "refused" if done.returncode in (1, 2) else "crash", "", said)
     return Result(mutant, False, "", "", "")
