@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,14 @@ class Decoded:
     target_forwards: int
     prefill_seconds: float
     decode_seconds: float
+
+
+#: Called with the new tokens of each step as they are decided, the first after the prompt; a loop ends with whatever it raises.
+Emit = Callable[[tuple[int, ...]], None]
+
+
+def _ignore(tokens: tuple[int, ...]) -> None:
+    """Emits nothing."""
 
 
 class Target(Protocol):
@@ -69,15 +77,18 @@ def decode_plain(
     stop: Iterable[int] = (),
     chunk: int | None = None,
     sampling: Sampling = GREEDY,
+    emit: Emit = _ignore,
 ) -> Decoded:
     """One token a forward."""
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
     began = time.perf_counter()
     tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
+    emit((tokens[0],))
     forwards = 0
     while len(tokens) < limit and tokens[-1] not in stops:
         tokens.append(engine.decode())
+        emit((tokens[-1],))
         forwards += 1
     return Decoded(tuple(tokens), (), forwards, ready - began, time.perf_counter() - ready)
 
@@ -92,6 +103,7 @@ def decode_tree(
     stop: Iterable[int] = (),
     chunk: int | None = None,
     sampling: Sampling = GREEDY,
+    emit: Emit = _ignore,
 ) -> Decoded:
     """A draft tree of at most ``budget`` nodes a forward, at most ``block_size`` - 1 deep (DDTree, arXiv 2604.12989).
 
@@ -105,15 +117,18 @@ def decode_tree(
     began = time.perf_counter()
     tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
+    emit((tokens[0],))
     lengths: list[int] = []
-    while len(tokens) < limit and not stops.intersection(tokens):
+    while len(tokens) < limit and tokens[-1] not in stops:
         # a deeper tree than the tokens still wanted would be cut away again
         depths = min(block_size - 1, limit - len(tokens) - 1)
         step = engine.verify(drafter.propose([*prompt, *tokens], depths), budget)
         lengths.append(len(step.accepted))
-        tokens += [*step.accepted[1:], step.next_token]
-    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return Decoded(tuple(tokens[:end]), tuple(lengths), len(lengths), ready - began, time.perf_counter() - ready)
+        new = (*step.accepted[1:], step.next_token)
+        end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))  # a tree may go on behind a stop
+        tokens += new[:end]
+        emit(new[:end])
+    return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, time.perf_counter() - ready)
 
 
 def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:

@@ -211,6 +211,10 @@ class Engine:
         """The last step's logits, float32 [rows, vocab_size]."""
         return self.read("logits")[:rows].astype(np.float32, copy=False)
 
+    def has_nan(self) -> bool:
+        """Whether the last step's logits hold a NaN. A key or value that is none makes every later one none, so the last step tells."""
+        return bool(np.isnan(self.logits(int(self.read("num_tokens")[0]))).any())
+
     def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
         return self.read("kv_cache")[:, sequence, : self._lengths[sequence]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kdgen.backends import open_backend
@@ -20,6 +20,7 @@ from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.spec import Spec, load_spec
+from kdgen.tokenizer import TextFiles
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.pack import CheckpointWeights, PackedWeights
 from kdgen.weights.packed import PackedFile
@@ -34,13 +35,15 @@ _MOST_PARTS = 2_000_000
 class Model:
     """A spec and its weights. ``compute`` is the compute type that they are packed for, None while any will do.
 
-    ``draft_weights`` are those of the spec's drafter; None: it has none, or they are among the others, made up.
+    ``draft_weights`` are those of the spec's drafter; None: it has none, or they are among the others, made up. ``text`` has what
+    came with it for text: a tokenizer, a chat template.
     """
 
     spec: Spec
     weights: PackedWeights
     compute: Compute | None = None
     draft_weights: PackedWeights | None = None
+    text: TextFiles = field(default_factory=lambda: TextFiles("the model"))
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ def open_model(path: Path) -> Model:
         raise KdgenError(f"{path}: describes a model and has no weights: add --random-weights, or give the model's folder")
     if not path.is_dir():
         packed = PackedFile(path)
-        return Model(packed.spec, packed, packed.compute)
+        return Model(packed.spec, packed, packed.compute, text=packed.text)
     spec = load_config(path)
     checkpoint = Checkpoint(path)
     checkpoint.validate(spec)
-    return Model(spec, CheckpointWeights(checkpoint.__getitem__))
+    return Model(spec, CheckpointWeights(checkpoint.__getitem__), text=TextFiles.of_folder(path))
 
 
 def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Model:
@@ -107,9 +110,10 @@ def random_model(source: str, layers: int | None = None, seed: int = 0, draft: b
         spec = shorten(spec, layers)
     if (parts := spec.num_hidden_layers * (spec.n_routed_experts or 1)) > _MOST_PARTS:
         raise KdgenError(f"{spec.name} has {parts} layers and experts in all, too many to make weights up for: --layers cuts the model")
+    text = TextFiles.of_folder(path) if path.is_dir() else TextFiles(source)
     if checkpoint_bytes(spec) > MOST_DRAWN:
-        return Model(spec, SyntheticWeights(spec, seed))
-    return Model(spec, CheckpointWeights(random_weights(spec, seed).__getitem__))
+        return Model(spec, SyntheticWeights(spec, seed), text=text)
+    return Model(spec, CheckpointWeights(random_weights(spec, seed).__getitem__), text=text)
 
 
 def shorten(spec: Spec, layers: int) -> Spec:

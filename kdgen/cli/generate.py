@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import numpy as np
 from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
+from kdgen.cli.prompts import encode_prompt, read_prompt, read_text
+from kdgen.cli.streaming import Live
 from kdgen.compile import nvrtc_version
 from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
@@ -21,11 +24,11 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.fields import show
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
+from kdgen.tokenizer import load_tokenizer
 
 DRAFTERS = ("ngram", "replay", "random", "adversarial", "dflash", "none")
 
@@ -54,6 +57,7 @@ class Generated:
 
     ``acceptance_lengths`` has one entry a draft tree, its root counted; it is empty without drafts. ``target_forwards`` leaves the
     prompt out. ``exact`` says whether plain decoding gave the same tokens and the same bits in every cache row; null: not asked.
+    ``text`` is that of the tokens, where the prompt was text or --text asked for it.
     """
 
     model: str
@@ -69,7 +73,9 @@ class Generated:
     tokens: tuple[int, ...]
     acceptance_lengths: tuple[int, ...]
     target_forwards: int
+    text: str | None
     stopped: bool  #: by an end-of-sequence token
+    interrupted: bool  #: by Ctrl-C
     exact: bool | None
     timings: Timings
     versions: Versions
@@ -100,7 +106,11 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
 
 @click.command("generate", short_help="Decode tokens with a model's weights, plainly or with draft trees.")
 @click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or what `kdgen import` made of it.")
-@click.option("--prompt-ids", required=True, metavar="IDS|@FILE", help="The prompt's token ids: 5,17,9, or a file of them.")
+@click.option("--prompt", metavar="TEXT|-", help="The prompt; - or nothing: what is piped in, less a newline at its end.")
+@click.option("--prompt-ids", metavar="IDS|@FILE", help="The prompt's token ids instead: 5,17,9, or a file of them.")
+@click.option("--chat", is_flag=True, help="The prompt is a message, put into the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message before it.")
+@click.option("--text", "as_text", is_flag=True, help="With --prompt-ids: print text, not token ids.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
 @click.option(
     "--draft",
@@ -134,16 +144,17 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
 def command(
-    ctx: click.Context, model: str, prompt_ids: str, max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool,
-    error_rate: float, budget: int, block_size: int, backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None,
-    temperature: float, top_k: int, top_p: float, min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool,
-    random_weights: bool, layers: int | None, seed: int, as_json: bool,
+    ctx: click.Context, model: str, prompt: str | None, prompt_ids: str | None, chat: bool, system: str | None, as_text: bool,
+    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, error_rate: float, budget: int, block_size: int,
+    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
+    min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
     tokens nor those drawn with a --temperature.
 
-    The model is a folder as published: config.json and safetensors, unquantized or with INT4 experts. Token ids go to stdout,
-    statistics to stderr.
+    The model is a folder as published: config.json and safetensors, unquantized or with INT4 experts, and its tokenizer for text. What
+    it says goes to stdout as it comes, statistics to stderr. Ctrl-C ends it with those. Special tokens may be written out in a prompt.
 
     Without --draft, --check-exact compares with a run that takes the prompt token by token.
     """
@@ -155,76 +166,86 @@ def command(
         raise click.UsageError("--chain is for DFlash drafters")
     if layers is not None and not random_weights:
         raise click.UsageError("--layers cuts a model with made-up weights: add --random-weights")
+    if prompt_ids is not None and (prompt is not None or chat):
+        raise click.UsageError("--prompt-ids stands for the whole prompt: leave out --prompt and --chat")
+    if system is not None and not chat:
+        raise click.UsageError("--system is a message of a chat: add --chat")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
+    given = read_text(prompt) if prompt_ids is None else ""
     with status() as say:
         say(f"opening {model}")
         opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
         if draft not in DRAFTERS:
             opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
-    spec = opened_model.spec
-    prompt = read_prompt(prompt_ids, spec.vocab_size)
-    room = context_for(spec, len(prompt), max_new_tokens, context)
-    if len(prompt) + max_new_tokens > room:
-        warn(f"a context of {room} holds {room - len(prompt)} new tokens after this prompt, not {max_new_tokens}")
-    stop = () if ignore_eos else spec.eos_token_id
-    run = _Run(prompt, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
+        spec, files = opened_model.spec, opened_model.text
+        tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
+    if prompt_ids is not None or tokenizer is None:
+        tokens = read_prompt(prompt_ids or "", spec.vocab_size)
+    else:
+        tokens = encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size)
+    room = context_for(spec, len(tokens), max_new_tokens, context)
+    if len(tokens) + max_new_tokens > room:
+        warn(f"a context of {room} holds {room - len(tokens)} new tokens after this prompt, not {max_new_tokens}")
+    stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
+    run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
     with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
         opened = open_engine(opened_model, room, dtype, backend, seed, bar)
-    with status() as say:
-        say(f"{spec.name}: decoding")
-        decoded, exact = _decode(opened.engine, run, check_exact)
-    report = _report(model, opened, run, decoded, exact)
+    interrupted = False
+    with contextlib.ExitStack() as waiting:
+        say = waiting.enter_context(status())
+        live = Live(tokenizer, stop, not as_json, waiting.close)
+        try:
+            decoded, exact = _decode(opened.engine, run, check_exact, live, say)
+        except KeyboardInterrupt:
+            if not live.steps:
+                raise
+            interrupted, decoded, exact = True, live.decoded(draft != "none"), None
+    live.finish()
+    report = _report(model, opened, run, decoded, live.text if tokenizer else None, interrupted, exact)
     if as_json:
         emit_json("kdgen.generate/1", report)
     else:
-        click.echo(" ".join(map(str, report.tokens)))
         click.echo(_summary(report, opened.engine), err=True)
-    ctx.exit(1 if exact is False else 0)
+    ctx.exit(130 if interrupted else 1 if exact is False else 0)
 
 
-def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids separated by commas or blanks, as they stand or in the file that ``@`` precedes.
+def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
+    """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too.
 
-    Raises KdgenError for a file that cannot be read, anything that is no id of the vocabulary, or no id at all.
+    Raises KdgenError when logits are no numbers.
     """
-    where = "--prompt-ids"
-    if text.startswith("@"):
-        where = text[1:]
-        try:
-            text = Path(where).read_text(encoding="utf-8")
-        except OSError as error:
-            raise KdgenError(f"{where}: cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise KdgenError(f"{where}: is no text file; token ids are written in decimal, separated by commas or blanks") from None
-    words = [word for word in re.split(r"[\s,]+", text) if word]
-    if not words:
-        raise KdgenError(f"{where}: the prompt is empty: give at least one token id")
-    for place, word in enumerate(words, 1):
-        if not re.fullmatch(r"-?[0-9]{1,18}", word):
-            raise KdgenError(f"{where}: {show(word)}, id {place} of the prompt, is no integer")
-        if not 0 <= int(word) < vocab_size:
-            raise KdgenError(f"{where}: {word}, id {place} of the prompt, is outside the vocabulary of {vocab_size}")
-    return tuple(int(word) for word in words)
 
+    def emit(tokens: tuple[int, ...]) -> None:
+        if not live.steps:
+            _need_numbers(engine)  # before anything is shown
+        live(tokens)
 
-def _decode(engine: Engine, run: _Run, check: bool) -> tuple[Decoded, bool | None]:
-    """The run asked for, and whether it equals plain decoding where that was asked too."""
+    name = engine.spec.name
     plain = None
     if check or run.draft in ("replay", "adversarial"):
+        say(f"{name}: decoding plainly first")
         chunk = 1 if run.draft == "none" else run.chunk
         plain = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, chunk, run.sampling)
     rows = engine.cache_rows() if check else None
+    say(f"{name}: reading the prompt")
+    live.begin()
     if run.draft == "none":
-        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk, run.sampling)
+        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk, run.sampling, emit)
     else:
         drafter = _drafter(run, engine.spec, plain.tokens if plain else ())
         tree = (drafter, run.budget, run.block_size)
-        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling)
+        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
+    _need_numbers(engine)
     if plain is None or rows is None:
         return decoded, None
     # a tree that holds a stop token may have committed more behind it
     same_rows = rows.tobytes() == np.ascontiguousarray(engine.cache_rows()[:, : rows.shape[1]]).tobytes()
     return decoded, decoded.tokens == plain.tokens and same_rows
+
+
+def _need_numbers(engine: Engine) -> None:
+    if engine.has_nan():
+        raise KdgenError(f"{engine.spec.name}: its logits are NaN, so that its tokens mean nothing: the weights are damaged")
 
 
 def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
@@ -240,7 +261,7 @@ def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
     return RandomDrafter(spec.vocab_size, run.seed)
 
 
-def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, exact: bool | None) -> Generated:
+def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, text: str | None, interrupted: bool, exact: bool | None) -> Generated:
     engine = opened.engine
     on_gpu = engine.backend.name == "cuda"
     return Generated(
@@ -257,7 +278,9 @@ def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, exact: bool
         tokens=decoded.tokens,
         acceptance_lengths=decoded.acceptance_lengths,
         target_forwards=decoded.target_forwards,
+        text=text,
         stopped=decoded.tokens[-1] in run.stop,
+        interrupted=interrupted,
         exact=exact,
         timings=Timings(opened.build_seconds, opened.load_seconds, decoded.prefill_seconds, decoded.decode_seconds),
         versions=Versions(__version__, platform.python_version(), np.__version__, nvrtc_version() if on_gpu else None),
@@ -270,7 +293,7 @@ def _summary(report: Generated, engine: Engine) -> str:
     lines = [
         f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; kernels {times.build:.1f} s, weights {times.load:.1f} s",
         f"{report.prompt_tokens} prompt tokens in {times.prefill:.3f} s, {len(report.tokens)} new ones in {times.decode:.3f} s"
-        f"{' (end of sequence)' if report.stopped else ''}: {report.target_forwards} forwards"
+        f"{' (end of sequence)' if report.stopped else ' (interrupted)' if report.interrupted else ''}: {report.target_forwards} forwards"
         + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),
     ]
     if report.exact is not None:

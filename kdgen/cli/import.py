@@ -38,8 +38,8 @@ class Imported:
 def command(model: Path, out: Path, dtype: Compute | None, force: bool, as_json: bool) -> None:
     """Pack the published model in DIR into OUT.kdtr, in the layouts that its kernels read.
 
-    Loading that file is a plain copy. It is tied to its compute type and to this version's layouts; `kdgen generate` says when it has
-    to be made again. It appears whole or not at all.
+    Loading that file is a plain copy; tokenizer and chat template go along. It is tied to its compute type and to this version's
+    layouts; `kdgen generate` says when it has to be made again. It appears whole or not at all.
     """
     if out.suffix != ".kdtr":
         raise KdgenError(f"{out}: the file to write must be called something.kdtr")
@@ -51,7 +51,7 @@ def command(model: Path, out: Path, dtype: Compute | None, force: bool, as_json:
     plan = build_plan(opened.spec, dtype or opened.compute)
     began = time.perf_counter()
     with byte_progress(f"{opened.spec.name}: packing", f"{opened.spec.name}: packing") as bar:
-        write_packed(out, opened.spec, plan, opened.weights, bar)
+        write_packed(out, opened.spec, plan, opened.weights, opened.text, bar)
     tensors = sum(weight.layers[1] - weight.layers[0] if weight.layers else 1 for weight in plan.weights)
     seconds = time.perf_counter() - began
     report = Imported(str(out), opened.spec.name, opened.spec.sha256, plan.compute, tensors, out.stat().st_size, seconds)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import json
 
 from kdgen.demo.corpus import END, MASK
-
-
-def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    beyond = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(beyond)) for byte in range(256)]
+from kdgen.tokenizer import byte_characters
 
 
 def tokenizer_json() -> str:

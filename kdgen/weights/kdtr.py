@@ -42,11 +42,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class KdtrMetadata:
-    """What a .kdtr file holds. ``spec`` and ``layout`` are JSON texts: the model, and how the tensors are packed."""
+    """What a .kdtr file holds. ``spec`` and ``layout`` are JSON texts: the model, and how the tensors are packed; so is ``text``, a
+    table of the small files that came with the model for text, by name.
+    """
 
     kind: str  #: "packed" (weights in a plan's layouts) or "reference" (what a model should compute)
     spec: str
     layout: str
+    text: str = "{}"
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ def write_kdtr_parts(
         "kind": metadata.kind,
         "spec": metadata.spec,
         "layout": metadata.layout,
+        "text": metadata.text,
     }
     write_stream(path, announced, parts, described)
 
@@ -174,12 +178,12 @@ def kdtr_metadata(header: Header) -> KdtrMetadata:
     for key in ("kind", "spec", "layout"):
         if key not in found:
             raise WeightError(f"{header.path}: damaged .kdtr metadata: no {key!r}")
-    for key in ("spec", "layout"):
+    for key in ("spec", "layout", "text"):
         try:
-            json.loads(found[key])
+            json.loads(found.get(key, "{}"))
         except (ValueError, RecursionError) as error:
             raise WeightError(f"{header.path}: damaged .kdtr metadata: {key!r} is not JSON") from error
-    return KdtrMetadata(found["kind"], found["spec"], found["layout"])
+    return KdtrMetadata(found["kind"], found["spec"], found["layout"], found.get("text", "{}"))
 
 
 def read_header(path: Path) -> Header:

@@ -2,9 +2,9 @@
 
 A drafter's weights are not among them: they stay in their published folder, and any drafter may join a packed target.
 
-The file's tensors are the plan's device tensors under their names, flat. Its metadata holds the spec, and the layout: the
-version of the layouts, the compute type, and every weight as the plan has it. A file whose layout is not the plan's, to the
-last field, is refused.
+The file's tensors are the plan's device tensors under their names, flat. Its metadata holds the spec, the tokenizer's files, and the
+layout: the version of the layouts, the compute type, and every weight as the plan has it. A file whose layout is not the plan's, to
+the last field, is refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from typing import Any
 from kdgen.errors import WeightError
 from kdgen.plan.ir import ITEM_BYTES, Compute, Plan, Weight
 from kdgen.spec import Spec
+from kdgen.tokenizer import TextFiles
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr_parts
 from kdgen.weights.pack import LAYOUT_VERSION, PART_BYTES, Array, PackedWeights
 
 KIND = "packed"
 
 
-def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, progress: Callable[[int, int], None]) -> None:
-    """Write every weight of ``plan`` to ``path``, which appears whole or not at all. ``progress`` is called with bytes done and in all.
+def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, text: TextFiles, progress: Callable[[int, int], None]) -> None:
+    """Write every weight of ``plan`` to ``path``, and the files of ``text``; it appears whole or not at all. ``progress`` is called with
+    bytes done and in all.
 
-    Raises WeightError when the weights do not fit the plan or are damaged, or the file cannot be written.
+    Raises WeightError when the weights do not fit the plan or are damaged, or the file cannot be written, and KdgenError when a file of
+    ``text`` is none.
     """
     weights.check(plan)
     total, done = sum(weight.total_bytes for weight in plan.weights), 0
@@ -41,12 +44,14 @@ def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, pro
                 progress(done, total)
 
     progress(done, total)
-    metadata = KdtrMetadata(KIND, json.dumps(spec.with_draft(None).model_dump(mode="json")), _layout(plan))
+    files = json.dumps({name: text.text(name) for name in text.contents}, ensure_ascii=False)
+    metadata = KdtrMetadata(KIND, json.dumps(spec.with_draft(None).model_dump(mode="json")), _layout(plan), files)
     write_kdtr_parts(path, _infos(plan), parts(), metadata)
 
 
 class PackedFile(PackedWeights):
-    """A file that ``write_packed`` wrote. ``spec`` is its model, ``compute`` the compute type that it was packed for.
+    """A file that ``write_packed`` wrote. ``spec`` is its model, ``compute`` the compute type that it was packed for, ``text`` the
+    tokenizer and the other files for text that it came with.
 
     Opening raises WeightError when it is damaged, cut off or holds something else, and SpecError when its spec is none.
     """
@@ -63,6 +68,10 @@ class PackedFile(PackedWeights):
             raise WeightError(f"{path}: damaged .kdtr metadata: no spec, or no compute type")
         self.compute: Compute = compute
         self.spec = Spec.from_mapping(values, path.name)
+        files = json.loads(metadata.text)
+        if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
+            raise WeightError(f"{path}: damaged .kdtr metadata: 'text' is no table of files")
+        self.text = TextFiles(str(path), {name: content.encode() for name, content in files.items()})
 
     def check(self, plan: Plan) -> None:
         """Raises WeightError when the file was packed for other layouts, or its tensors are not those it announces."""

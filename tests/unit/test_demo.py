@@ -13,13 +13,14 @@ from kdgen.config import load_config
 from kdgen.demo import corpus
 from kdgen.demo.acceptance import measure, read_prompts
 from kdgen.demo.curve import write_curve
-from kdgen.demo.tokenizer import byte_characters, tokenizer_json
+from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.draft_config import load_draft_config
 from kdgen.errors import KdgenError
 from kdgen.model import open_engine, open_model, with_drafter
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.reference.model import ReferenceModel
 from kdgen.spec import load_spec
+from kdgen.tokenizer import byte_characters
 from kdgen.verify.shrink import parameters
 from kdgen.weights.checkpoint import Checkpoint
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from kdgen import __version__
 from kdgen.backends.base import Backend
 from kdgen.cli import main
-from kdgen.cli.generate import DRAFTERS, read_prompt
+from kdgen.cli.generate import DRAFTERS
+from kdgen.cli.prompts import read_prompt
 from kdgen.config import load_config
 from kdgen.draft_config import load_draft_config
 from kdgen.draft_spec import DraftSpec
@@ -225,7 +226,7 @@ def test_prompts_from_a_file_and_with_blanks(tmp_path: Path, model: Path) -> Non
     file.write_text("5, 17\n9\n")
     options = ("--max-new-tokens", "4")
     assert report(model, *options, prompt=f"@{file}")["tokens"] == report(model, *options)["tokens"]
-    assert read_prompt(" 0,\t39 ", 40) == (0, 39)
+    assert read_prompt(" 0,\t39 ", 40) == read_prompt("0 , 39", 40) == (0, 39)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,8 @@ def test_prompts_from_a_file_and_with_blanks(tmp_path: Path, model: Path) -> Non
     [
         ("", "the prompt is empty"),
         (" , ,", "the prompt is empty"),
+        ("5,,9", "id 2 of the prompt is missing"),
+        ("5,9,", "id 3 of the prompt is missing"),
         ("1,x,2", "'x', id 2 of the prompt, is no integer"),
         ("1.5", "'1.5', id 1 of the prompt, is no integer"),
         ("1e3", "is no integer"),

@@ -1,0 +1,81 @@
+"""What the user gives to continue: token ids, or text for the model's own tokenizer."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from kdgen.errors import KdgenError
+from kdgen.fields import show
+from kdgen.tokenizer import TextFiles, Tokenizer
+
+
+def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids separated by commas or blanks, as they stand or in the file that ``@`` precedes.
+
+    Raises KdgenError for a file that cannot be read, anything that is no id of the vocabulary, or no id at all.
+    """
+    where = "--prompt-ids"
+    if text.startswith("@"):
+        where = text[1:]
+        try:
+            text = Path(where).read_text(encoding="utf-8")
+        except OSError as error:
+            raise KdgenError(f"{where}: cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise KdgenError(f"{where}: is no text file; token ids are written in decimal, separated by commas or blanks") from None
+    words = re.split(r"\s*,\s*|\s+", text.strip())
+    if not any(words):
+        raise KdgenError(f"{where}: the prompt is empty: give at least one token id")
+    for place, word in enumerate(words, 1):
+        if not word:
+            raise KdgenError(f"{where}: id {place} of the prompt is missing: there is nothing before or behind a comma")
+        if not re.fullmatch(r"-?[0-9]{1,18}", word):
+            raise KdgenError(f"{where}: {show(word)}, id {place} of the prompt, is no integer")
+        if not 0 <= int(word) < vocab_size:
+            raise KdgenError(f"{where}: {word}, id {place} of the prompt, is outside the vocabulary of {vocab_size}")
+    return tuple(int(word) for word in words)
+
+
+def read_text(option: str | None) -> str:
+    """The prompt's text: the option's, or what stands on stdin, less one newline at its end, where the option is ``-`` or left out.
+
+    Raises UsageError where there is neither, and KdgenError when it is empty or no UTF-8.
+    """
+    where = "--prompt"
+    if option is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise click.UsageError("no prompt: give --prompt TEXT or --prompt-ids IDS, or pipe text in")
+    if option is None or option == "-":
+        where = "stdin"
+        content: bytes = sys.stdin.buffer.read()
+        content = content.removesuffix(b"\n").removesuffix(b"\r")  # the newline that echo and editors put at an end
+    else:
+        content = option.encode("utf-8", "surrogateescape")  # as the shell gave it
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KdgenError(f"{where}: the prompt is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from None
+    if not text:
+        raise KdgenError(f"{where}: the prompt is empty: give --prompt TEXT or --prompt-ids IDS, or pipe text in")
+    return text
+
+
+def encode_prompt(files: TextFiles, tokenizer: Tokenizer, text: str, chat: bool, system: str | None, vocab_size: int) -> tuple[int, ...]:
+    """The tokens of a text, or with ``chat`` of a conversation that begins with it.
+
+    Raises KdgenError when the chat template fails, or the tokenizer is not this model's.
+    """
+    if chat:
+        from kdgen.chat import messages_of, render_chat
+
+        tokens = tokenizer.encode(render_chat(files, messages_of(text, system)), begin=False)
+    else:
+        tokens = tokenizer.encode(text, begin=True)
+    if not tokens:
+        raise KdgenError(f"{files.where}: the tokenizer makes no tokens of this prompt")
+    if (most := max(tokens)) >= vocab_size:
+        raise KdgenError(f"{files.where}: the tokenizer gives token {most}, and the model has {vocab_size}: they do not belong together")
+    return tokens

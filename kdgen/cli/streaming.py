@@ -1,0 +1,70 @@
+"""Decoded tokens on stdout as they come, as text or as ids."""
+
+from __future__ import annotations
+
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Collection
+
+from kdgen.decode import Decoded
+from kdgen.tokenizer import TextStream, Tokenizer
+
+
+class Live:
+    """Takes the tokens of each step (``kdgen.decode.Emit``), and writes them to stdout at once.
+
+    With a tokenizer they are text, without ``stops``; else ids. It remembers what it was given, so that a run that is interrupted
+    has something to report. ``before`` is called before the first is written.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Collection[int], write: bool, before: Callable[[], None]) -> None:
+        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stops, self._write, self._before = stops, write, before
+        self._parts: list[str] = []
+        self.steps: list[tuple[int, ...]] = []
+        self._times: list[float] = []
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """The run begins now."""
+        self._began = time.perf_counter()
+
+    def __call__(self, tokens: tuple[int, ...]) -> None:
+        if not self.steps and self._write:
+            self._before()
+        if self._stream:
+            self._show(self._stream.feed(token for token in tokens if token not in self._stops))
+        else:
+            self._show("".join(f" {token}" for token in tokens) if self.steps else " ".join(map(str, tokens)))
+        self.steps.append(tokens)
+        self._times.append(time.perf_counter())
+
+    def finish(self) -> None:
+        """Write what is left, and end the line."""
+        if self._stream:
+            self._show(self._stream.finish())
+        if self._write and not self.text.endswith("\n"):
+            print(flush=True)
+
+    @property
+    def text(self) -> str:
+        """All that was written."""
+        return "".join(self._parts)
+
+    def decoded(self, drafted: bool) -> Decoded:
+        """What was decoded until now, ``drafted`` with trees or not."""
+        tokens = tuple(token for step in self.steps for token in step)
+        lengths = tuple(len(step) for step in self.steps[1:]) if drafted else ()
+        return Decoded(tokens, lengths, len(self.steps) - 1, self._times[0] - self._began, self._times[-1] - self._times[0])
+
+    def _show(self, text: str) -> None:
+        self._parts.append(text)
+        if self._write:
+            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """``text`` without the control characters that a terminal would obey: a model may say anything."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else c.encode("unicode_escape").decode() for c in text)

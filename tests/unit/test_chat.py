@@ -1,0 +1,79 @@
+"""Chat templates: what they are given, what they may not do, and what is said about those that fail."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+
+from kdgen.chat import messages_of, render_chat
+from kdgen.errors import KdgenError
+from kdgen.tokenizer import TextFiles
+
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def files(template: object, **config: Any) -> TextFiles:
+    return TextFiles("folder", {"tokenizer_config.json": json.dumps({"chat_template": template} | config).encode()})
+
+
+def render(template: object, prompt: str = "hi", system: str | None = None, **config: Any) -> str:
+    return render_chat(files(template, **config), messages_of(prompt, system))
+
+
+def test_messages_in_a_template() -> None:
+    assert render(PLAIN) == "<|user|>hi<|assistant|>"
+    assert render(PLAIN, system="be\nbrief") == "<|system|>be\nbrief<|user|>hi<|assistant|>"
+    assert render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", bos_token="<s>", eos_token={"content": "</s>"}) == "<s>hi</s>"
+    assert render([{"name": "tool_use", "template": "no"}, {"name": "default", "template": PLAIN}]) == "<|user|>hi<|assistant|>"
+
+
+def test_a_template_of_its_own_file_comes_first() -> None:
+    both = files("no")
+    own = TextFiles("folder", {**both.contents, "chat_template.jinja": b"yes"})
+    assert render_chat(own, messages_of("hi", None)) == "yes"
+
+
+def test_what_transformers_gives_templates() -> None:
+    assert render("{{ messages[0] | tojson }}", "<é>") == '{"role": "user", "content": "<é>"}'
+    assert render("{% for m in messages * 3 %}\n  {% if loop.index == 2 %}{% break %}{% endif %}\n{{ m.role }}\n{% endfor %}\n") == "user\n"
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
+    assert render("{% if tools %}no{% endif %}{% if thinking is defined %}no{% endif %}yes") == "yes"
+    with pytest.raises(KdgenError, match=r"folder/tokenizer_config\.json: the chat template refuses these messages: no system messages"):
+        render("{{ raise_exception('no system messages') }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({}) }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ self.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
+    with pytest.raises(KdgenError, match="the chat template refuses these messages: "):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "folder: has no chat template"),
+        ([{"name": "rag", "template": "x"}], "folder: has no chat template"),
+        ("a\n{% for %}", "line 2 of the chat template: "),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    ],
+)
+def test_templates_that_fail(template: object, said: str) -> None:
+    with pytest.raises(KdgenError) as error:
+        render(template)
+    assert said in str(error.value)

@@ -1,0 +1,161 @@
+"""Text to tokens and back: nothing is lost, no character is ever split, and damaged files are refused with one clear message."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers_made import SPECIAL, byte_level, kimi
+
+from kdgen.demo.tokenizer import tokenizer_json
+from kdgen.errors import KdgenError
+from kdgen.tokenizer import KimiTokenizer, TextFiles, TextStream, Tokenizer, decode, load_tokenizer
+
+pytest.importorskip("tiktoken", reason="Kimi's tokenizer needs tiktoken: pip install kdgen[tiktoken]")
+
+BYTES = load_tokenizer(TextFiles("demo", {"tokenizer.json": tokenizer_json().encode()}))
+TRAINED, KIMI = load_tokenizer(byte_level()), load_tokenizer(kimi())
+ALL = pytest.mark.parametrize("tokenizer", [BYTES, TRAINED, KIMI], ids=["bytes", "trained", "kimi"])
+
+
+@ALL
+@given(text=st.text(), cuts=st.lists(st.integers(0, 40)))
+def test_any_text_comes_back_however_its_tokens_are_split(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    tokens = tokenizer.encode(text, begin=True)
+    assert decode(tokenizer, tokens) == text
+    stream, shown, begin = TextStream(tokenizer), "", 0
+    for end in sorted({min(cut, len(tokens)) for cut in cuts} | {len(tokens)}):
+        shown += stream.feed(tokens[begin:end])
+        assert text.startswith(shown)  # nothing that is taken back later: whole characters only
+        begin = end
+    assert shown + stream.finish() == text
+
+
+@ALL
+@given(tokens=st.lists(st.integers(0, 255)))
+def test_any_tokens_are_text_and_wrong_bytes_are_marked(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    content = b"".join(map(tokenizer.piece, tokens))
+    stream = TextStream(tokenizer)
+    assert "".join(stream.feed([token]) for token in tokens) + stream.finish() == content.decode("utf-8", "replace")
+
+
+def test_pieces_are_what_the_library_decodes() -> None:
+    library = tokenizers.Tokenizer.from_str(byte_level().text("tokenizer.json"))
+    for text in ("héllo 漢字 🎉 <think>x", "  two  spaces\n\n"):
+        tokens = library.encode(text).ids
+        assert TRAINED.encode(text, begin=False) == tuple(tokens)
+        assert decode(TRAINED, tokens) == library.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("tokenizer", [TRAINED, KIMI], ids=["trained", "kimi"])
+def test_special_tokens_are_read_and_not_shown(tokenizer: Tokenizer) -> None:
+    special = SPECIAL if tokenizer is TRAINED else "<|im_end|>"
+    tokens = tokenizer.encode(f"a{special}b<think>c", begin=False)
+    assert len(tokens) == 5
+    assert decode(tokenizer, tokens) == "ab<think>c"
+    assert decode(tokenizer, [tokens[0], 10_000]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_first_token_is_what_the_configuration_says() -> None:
+    config = {"bos_token": {"content": SPECIAL}, "add_bos_token": True}
+    tokenizer = load_tokenizer(byte_level(config=config))
+    first, *rest = tokenizer.encode("he", begin=True)
+    assert tuple(rest) == tokenizer.encode("he", begin=False) == TRAINED.encode("he", begin=True)
+    assert tokenizer.piece(first) == b"" and first == tokenizer.encode(SPECIAL, begin=False)[0]
+    assert load_tokenizer(kimi({"add_bos_token": True})).encode("he", begin=True) == (265, 256)
+    assert KIMI.encode("he", begin=True) == (256,)
+
+
+def test_kimis_words() -> None:
+    regex = pytest.importorskip("regex")
+
+    def words(text: str) -> list[str]:
+        found: list[str] = regex.findall(KimiTokenizer.PATTERN, text, flags=regex.V1)
+        return found
+
+    assert words("中文English混合") == ["中文", "English", "混合"]
+    assert words("汉字abc 北京市 Pascal") == ["汉字", "abc", " ", "北京市", " Pascal"]
+    assert words("it's HTTPServer's 12345 x") == ["it's", " HTTPServer's", " ", "123", "45", " x"]
+    assert words("a  b\n\n  c!?\n") == ["a", " ", " b", "\n\n", " ", " c", "!?\n"]
+    # merged inside a word only
+    assert KIMI.encode("hello 漢字", begin=False) == (258, ord("o"), ord(" "), 260, 262)
+    assert KIMI.encode("1112", begin=False) == (ord("1"), ord("1"), ord("1"), ord("2"))
+
+
+def test_long_runs_do_not_break_kimis_tokenizer() -> None:
+    for text in ("x" * 60_000, " " * 450_000, "ab " * 20_000):
+        assert decode(KIMI, KIMI.encode(text, begin=False)) == text
+
+
+def broken(files: TextFiles, **changed: bytes | None) -> TextFiles:
+    contents = dict(files.contents) | {name.replace("__", "."): content for name, content in changed.items() if content is not None}
+    return TextFiles(
+        "folder", {name: content for name, content in contents.items() if changed.get(name.replace(".", "__"), b"") is not None}
+    )
+
+
+def config_with(**changes: Any) -> bytes:
+    return json.dumps(json.loads(kimi().contents["tokenizer_config.json"]) | changes).encode()
+
+
+def tokenizer_with(**changes: Any) -> bytes:
+    return json.dumps(json.loads(byte_level().contents["tokenizer.json"]) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (TextFiles("folder"), "folder: has no tokenizer.json and no tiktoken.model: give token ids with --prompt-ids"),
+        (broken(byte_level(), tokenizer__json=b"{"), "folder/tokenizer.json: is not valid JSON"),
+        (broken(byte_level(), tokenizer__json=b"[]"), "folder/tokenizer.json: holds no JSON object"),
+        (broken(byte_level(), tokenizer__json=b"\xff"), "folder/tokenizer.json: is no text in UTF-8"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(model={"type": "x"})), "tokenizer.json: is damaged, or newer than"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder=None)), "decodes by nothing, and only byte-level"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder={"type": "WordPiece"})), "decodes by 'WordPiece', and only"),
+        (broken(byte_level(), tokenizer_config__json=b"1"), "folder/tokenizer_config.json: holds no JSON object"),
+        (broken(kimi(), tokenizer_config__json=None), "is no configuration of Kimi's TikTokenTokenizer"),
+        (broken(kimi(), tokenizer_config__json=config_with(tokenizer_class="Qwen")), "is no configuration of Kimi's"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"3": {"content": "x"}})), "'3' is no special token"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": 1})), "'265' is no special token"),
+        (
+            broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": {"content": "<|reserved_token_266|>"}})),
+            "two tokens have the same content",
+        ),
+        (broken(kimi(), tiktoken__model=b"AA== 0\nnonsense\n"), "folder/tiktoken.model: line 2 is damaged"),
+        (broken(kimi(), tiktoken__model=b"AA== 0\nAQ== 2\n"), "folder/tiktoken.model: line 2 is damaged"),
+        (broken(kimi(), tiktoken__model=b"AA== 0\nAQ== 1\n"), "is damaged or cut off: bytes are missing"),
+    ],
+)
+def test_files_that_hold_no_tokenizer(files: TextFiles, said: str) -> None:
+    with pytest.raises(KdgenError) as error:
+        load_tokenizer(files)
+    assert said in str(error.value) and len(str(error.value)) < 300
+
+
+def test_tiktoken_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(KdgenError, match=r"needs tiktoken: pip install 'kdgen\[tiktoken\]'"):
+        load_tokenizer(kimi())
+
+
+@pytest.mark.parametrize(("config", "tokens"), [({}, ()), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 7]}, (5, 7))])
+def test_end_tokens(config: Mapping[str, Any], tokens: tuple[int, ...]) -> None:
+    assert TextFiles("folder", {"generation_config.json": json.dumps(config).encode()}).end_tokens() == tokens
+    with pytest.raises(KdgenError, match="is no token id"):
+        TextFiles("folder", {"generation_config.json": b'{"eos_token_id": ["a"]}'}).end_tokens()
+
+
+def test_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "other.json").write_bytes(b"{}")
+    assert TextFiles.of_folder(tmp_path) == TextFiles(str(tmp_path), {"tokenizer.json": b"{}"})
+    (tmp_path / "tiktoken.model").mkdir()
+    with pytest.raises(KdgenError, match=r"tiktoken\.model: cannot be read: Is a directory"):
+        TextFiles.of_folder(tmp_path)
