@@ -1,4 +1,4 @@
-"""Where things are: templates and shipped specs inside an installed wheel or beside the package, and the source checkout."""
+"""Where things are: templates, shipped specs and the demo model in an installed wheel or beside the package, and the checkout."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def templates_dir() -> Path:
 def specs_dir() -> Path:
     """The folder of shipped specs, one ``<name>.yaml`` a model. Raises KdgenError when the installation is incomplete."""
     return _folder("specs")
+
+
+def demo_dir() -> Path:
+    """The folder of the demo model: ``model-int4/``, ``drafter/`` and ``prompts.json``, as ``kdgen.demo.train`` writes them.
+
+    Raises KdgenError when the installation is incomplete.
+    """
+    return _folder("demo")

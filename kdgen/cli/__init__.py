@@ -30,14 +30,14 @@ class LazyGroup(click.Group):
     summaries = (
         ("build", "Generate and compile the kernels of model specs."),
         ("verify", "Check kernels and decoding against references, bit for bit where promised."),
-        ("demo", "Decode plainly and with a draft tree, and compare."),
+        ("demo", "Decode with draft trees and plainly, and compare."),
         ("plan", "Show what a plan decides: kernels, memory, work per token."),
-        ("generate", "Decode tokens with a model's weights, plainly or with draft trees."),
+        ("generate", "Continue text or token ids with a model's weights, plainly or with draft trees."),
         ("import", "Pack a published model into one .kdtr file that loads as it is."),
         ("quantize", "Round a model's routed experts to INT4, in the published format."),
         ("spec", "Print the spec of a published model as YAML."),
         ("bench", "Time kernels and steps on a GPU against the physical floor."),
-        ("inspect", "Show what a .kdtr or .safetensors file holds."),
+        ("inspect", "Show what a .kdtr or .safetensors file or a model's folder holds."),
         ("doctor", "Report versions, compilers, GPU and cache, for bug reports."),
         ("cache", "Show or clear the cache of compiled kernels."),
     )

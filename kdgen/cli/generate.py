@@ -15,7 +15,7 @@ from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text
-from kdgen.cli.streaming import Live
+from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
 from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
@@ -104,7 +104,7 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
     return text
 
 
-@click.command("generate", short_help="Decode tokens with a model's weights, plainly or with draft trees.")
+@click.command("generate", short_help="Continue text or token ids with a model's weights, plainly or with draft trees.")
 @click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or what `kdgen import` made of it.")
 @click.option("--prompt", metavar="TEXT|-", help="The prompt; - or nothing: what is piped in, less a newline at its end.")
 @click.option("--prompt-ids", metavar="IDS|@FILE", help="The prompt's token ids instead: 5,17,9, or a file of them.")
@@ -193,7 +193,7 @@ def command(
     interrupted = False
     with contextlib.ExitStack() as waiting:
         say = waiting.enter_context(status())
-        live = Live(tokenizer, stop, not as_json, waiting.close)
+        live = Live(tokenizer, stop, *((to_nowhere,) if as_json else (to_stdout, waiting.close)))
         try:
             decoded, exact = _decode(opened.engine, run, check_exact, live, say)
         except KeyboardInterrupt:

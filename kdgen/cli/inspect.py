@@ -1,4 +1,4 @@
-"""``kdgen inspect FILE``: the tensors and metadata of a .kdtr or any other safetensors file."""
+"""``kdgen inspect``: the tensors and metadata of a .kdtr or any other safetensors file, or of all those in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from kdgen.cli.output import emit_json, emit_table, printable, size_text
-from kdgen.weights.kdtr import FORMAT, kdtr_metadata, read_header
+from kdgen.errors import KdgenError
+from kdgen.weights.kdtr import FORMAT, Header, kdtr_metadata, read_header
 
 
 @dataclass(frozen=True)
@@ -22,28 +23,18 @@ class TensorReport:
 @dataclass(frozen=True)
 class FileReport:
     file: str
-    format: str  #: "kdtr" or "safetensors"
+    format: str  #: "kdtr", "safetensors", or "folder" for all safetensors files of one
     file_bytes: int
     metadata: dict[str, str]
     tensors: tuple[TensorReport, ...]
 
 
 @click.command("inspect")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE|DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.inspect/1).")
 def command(file: Path, as_json: bool) -> None:
-    """Show what a .kdtr or .safetensors FILE holds; its header is checked, its tensors are not read."""
-    header = read_header(file)
-    is_kdtr = header.metadata.get("format") == FORMAT
-    if is_kdtr or file.suffix == ".kdtr":
-        kdtr_metadata(header)  # says what is wrong with it
-    report = FileReport(
-        str(file),
-        "kdtr" if is_kdtr else "safetensors",
-        header.file_bytes,
-        dict(header.metadata),
-        tuple(TensorReport(t.name, t.dtype, t.shape, t.nbytes) for t in header.tensors),
-    )
+    """Show what a .kdtr or .safetensors FILE holds, or a published model's folder; headers are checked, tensors are not read."""
+    report = _folder(file) if file.is_dir() else _file(file)
     if as_json:
         emit_json("kdgen.inspect/1", report)
         return
@@ -54,3 +45,24 @@ def command(file: Path, as_json: bool) -> None:
     if report.tensors:
         rows = [(t.name, t.dtype, "×".join(map(str, t.shape)) or "scalar", size_text(t.bytes)) for t in report.tensors]
         emit_table(("tensor", "dtype", "shape", "size"), rows, right=(3,))
+
+
+def _file(file: Path) -> FileReport:
+    header = read_header(file)
+    is_kdtr = header.metadata.get("format") == FORMAT
+    if is_kdtr or file.suffix == ".kdtr":
+        kdtr_metadata(header)  # says what is wrong with it
+    return FileReport(str(file), "kdtr" if is_kdtr else "safetensors", header.file_bytes, dict(header.metadata), _tensors(header))
+
+
+def _folder(folder: Path) -> FileReport:
+    headers = [read_header(file) for file in sorted(folder.glob("*.safetensors"))]
+    if not headers:
+        raise KdgenError(f"{folder}: a folder that holds no safetensors file: name a file, or a published model's folder")
+    metadata = {key: value for header in headers for key, value in header.metadata.items()}
+    tensors = tuple(tensor for header in headers for tensor in _tensors(header))
+    return FileReport(str(folder), "folder", sum(header.file_bytes for header in headers), metadata, tensors)
+
+
+def _tensors(header: Header) -> tuple[TensorReport, ...]:
+    return tuple(TensorReport(t.name, t.dtype, t.shape, t.nbytes) for t in header.tensors)

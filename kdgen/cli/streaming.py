@@ -1,4 +1,4 @@
-"""Decoded tokens on stdout as they come, as text or as ids."""
+"""Decoded tokens as they come, as text or as ids."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from kdgen.tokenizer import TextStream, Tokenizer
 
 
 class Live:
-    """Takes the tokens of each step (``kdgen.decode.Emit``), and writes them to stdout at once.
+    """Takes the tokens of each step (``kdgen.decode.Emit``), and passes each step's on to ``write`` at once.
 
     With a tokenizer they are text, without ``stops``; else ids. It remembers what it was given, so that a run that is interrupted
     has something to report. ``before`` is called before the first is written.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Collection[int], write: bool, before: Callable[[], None]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Collection[int], write: Callable[[str], None], before: Callable[[], None] = lambda: None
+    ) -> None:
         self._stream = TextStream(tokenizer) if tokenizer else None
         self._stops, self._write, self._before = stops, write, before
         self._parts: list[str] = []
@@ -31,7 +33,7 @@ class Live:
         self._began = time.perf_counter()
 
     def __call__(self, tokens: tuple[int, ...]) -> None:
-        if not self.steps and self._write:
+        if not self.steps:
             self._before()
         if self._stream:
             self._show(self._stream.feed(token for token in tokens if token not in self._stops))
@@ -44,8 +46,8 @@ class Live:
         """Write what is left, and end the line."""
         if self._stream:
             self._show(self._stream.finish())
-        if self._write and not self.text.endswith("\n"):
-            print(flush=True)
+        if not self.text.endswith("\n"):
+            self._write("\n")
 
     @property
     def text(self) -> str:
@@ -60,9 +62,16 @@ class Live:
 
     def _show(self, text: str) -> None:
         self._parts.append(text)
-        if self._write:
-            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
-            sys.stdout.flush()
+        self._write(text)
+
+
+def to_stdout(text: str) -> None:
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def to_nowhere(text: str) -> None:
+    """For reports that hold all of it."""
 
 
 def harmless(text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kdgen.decode import decode_plain, decode_tree
+from kdgen.demo.prompts import read_prompts
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
@@ -42,17 +43,6 @@ class Report:
     prompts: int
     new_tokens: int
     rows: tuple[Accepted, ...]
-
-
-def read_prompts(file: Path, most: int) -> list[tuple[int, ...]]:
-    """The first ``most`` prompts of a file that ``kdgen.demo.train`` wrote. Raises KdgenError when it is none."""
-    try:
-        found = [tuple(prompt["tokens"]) for prompt in json.loads(file.read_text(encoding="utf-8"))["prompts"]]
-    except OSError as error:
-        raise KdgenError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise KdgenError(f"{file}: is no file of prompts, as kdgen.demo.train writes them") from None
-    return found[:most]
 
 
 def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> Iterator[Accepted]:
@@ -91,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
-        prompts = read_prompts(options.prompts, options.count)
+        prompts = [prompt.tokens for prompt in read_prompts(options.prompts)[: options.count]]
         model = with_drafter(open_model(options.model), options.drafter)
         context = max(map(len, prompts)) + options.new_tokens
         engine = open_engine(model, context, options.dtype, options.backend).engine

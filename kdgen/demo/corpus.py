@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.demo.prompts import Prompt
+
 END, MASK = 256, 257  #: tokens beyond the bytes: between files, and the drafter's mask
 HELD_OUT = 1 / 20
 _LEFT_OUT = frozenset({"site-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -65,15 +67,6 @@ def windows(tokens: NDArray[np.uint16], count: int, length: int, seed: int, step
     begins = generator.integers(0, len(tokens) - length, count)
     chosen: NDArray[np.int64] = tokens[begins[:, None] + np.arange(length)].astype(np.int64)
     return chosen
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Where held-out text stands, and its bytes, which are its tokens."""
-
-    path: str
-    line: int
-    tokens: tuple[int, ...]
 
 
 def prompts(chosen: list[File], count: int, length: int, seed: int) -> list[Prompt]:

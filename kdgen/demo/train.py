@@ -35,6 +35,7 @@ from kdgen.demo import drafter as drafters
 from kdgen.demo import target as targets
 from kdgen.demo.curve import write_curve
 from kdgen.demo.drafter import Drafter
+from kdgen.demo.prompts import write_prompts
 from kdgen.demo.target import Parameters, Target
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.draft_config import published_draft_config
@@ -247,9 +248,9 @@ def export(spec: Spec, target: Target, parameters: Parameters, text: corpus.Text
         shutil.rmtree(int4, ignore_errors=True)  # of fewer steps
         quantize_model(model, int4, lambda done, total: None)
     _folder(settings.out / "drafter", published_draft_config(draft), {key: value.bfloat16() for key, value in parameters.items()})
-    prompts = [asdict(prompt) for prompt in corpus.prompts(text.held_out, settings.prompts, settings.prompt, settings.seed)]
-    found = {"corpus": f"standard library of Python {platform.python_version()}, PSF License Agreement", "prompts": prompts}
-    (settings.out / "prompts.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    prompts = corpus.prompts(text.held_out, settings.prompts, settings.prompt, settings.seed)
+    source = f"standard library of Python {platform.python_version()}, PSF License Agreement"
+    write_prompts(settings.out / "prompts.json", source, prompts)
     write_curve(settings.out / "log.jsonl", settings.out / "loss.svg")
 
 

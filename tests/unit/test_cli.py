@@ -158,6 +158,11 @@ def test_inspect(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"a": np.zeros((3, 4), np.float16)}, other)
     assert "safetensors, 1 tensors" in kdgen("inspect", str(other)).output
+    safetensors.numpy.save_file({"b": np.zeros(5, np.float32)}, tmp_path / "more.safetensors")
+    whole = json.loads(kdgen("inspect", "--json", str(tmp_path)).stdout)
+    assert (whole["format"], [tensor["name"] for tensor in whole["tensors"]]) == ("folder", ["a", "b"])
+    (tmp_path / "empty").mkdir()
+    assert "holds no safetensors file: name a file, or" in kdgen("inspect", str(tmp_path / "empty")).stderr
     misnamed = tmp_path / "model.kdtr"
     other.rename(misnamed)
     result = kdgen("inspect", str(misnamed))

@@ -11,8 +11,9 @@ import pytest
 
 from kdgen.config import load_config
 from kdgen.demo import corpus
-from kdgen.demo.acceptance import measure, read_prompts
+from kdgen.demo.acceptance import measure
 from kdgen.demo.curve import write_curve
+from kdgen.demo.prompts import Prompt, read_prompts, write_prompts
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.draft_config import load_draft_config
 from kdgen.errors import KdgenError
@@ -85,7 +86,14 @@ def test_files_that_hold_no_prompts(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prompts.json"
     file.write_text(text)
     with pytest.raises(KdgenError, match="is no file of prompts"):
-        read_prompts(file, 3)
+        read_prompts(file)
+
+
+def test_prompts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    prompts = [Prompt("a.py", 3, tuple("é".encode())), Prompt("b/c.py", 1, (35, 195))]
+    write_prompts(tmp_path / "prompts.json", "a corpus", prompts)
+    assert read_prompts(tmp_path / "prompts.json") == prompts
+    assert [prompt.text for prompt in prompts] == ["é", "#"]
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
@@ -94,7 +102,8 @@ def test_files_that_hold_no_prompts(tmp_path: Path, text: str) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few steps of everything, stopped once and gone on with."""
-    pytest.importorskip("torch", reason="training needs torch: pip install kdgen[train]")
+    torch = pytest.importorskip("torch", reason="training needs torch: pip install kdgen[train]")
+    torch.set_num_threads(1)  # tensors this small: on a busy machine, threads only wait for one another, minutes long
     from kdgen.demo.train import Settings, train
 
     out = tmp_path_factory.mktemp("demo")
@@ -162,7 +171,7 @@ def test_torch_computes_what_the_reference_does(trained: Path) -> None:
 
 
 def test_acceptance_is_measured(trained: Path) -> None:
-    prompts = read_prompts(trained / "prompts.json", 2)
+    prompts = [prompt.tokens for prompt in read_prompts(trained / "prompts.json")[:2]]
     model = with_drafter(open_model(trained / "model-int4"), trained / "drafter")
     rows = list(measure(open_engine(model, len(prompts[0]) + 8, backend="cpu").engine, prompts, 8))
     assert [row.method for row in rows] == ["chain", "tree of 7", "tree of 15", "tree of 31", "tree of 63"]
