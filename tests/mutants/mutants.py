@@ -243,7 +243,7 @@ TEMPLATES = [
     *_in(
         "mla_attention_mma",
         ("mask one key late", "tile_key + key < end_key ?", "tile_key + key <= end_key ?"),
-        ("no barrier before a stage is loaded again", "    __syncthreads();  // before this stage is loaded again\n", "", "checker"),
+        ("no barrier before a stage is loaded again", "    __syncthreads();  // before this stage is loaded again\n", ""),
         ("does not wait for its copies", "cp_async_wait<1>();", "cp_async_wait<2>();", "checker"),
         ("heads 8 to 15 rescaled as 0 to 7", "shared->rescale[lane / 4 + 8]", "shared->rescale[lane / 4]"),
         ("tree keys in slot order", "prefix + path[position - prefix]", "prefix + (position - prefix)"),
@@ -271,7 +271,7 @@ TEMPLATES = [
             "all_sum += weighted_sum[*num_tokens > 8 ? count - 1 - j : j];",
         ),
         ("no barrier after the weights", "      __syncthreads();\n      const int count", "      const int count"),
-        ("no barrier after the warps' maxima", "= largest;\n  __syncthreads();", "= largest;"),
+        ("no barrier after the warps' maxima", "= largest;\n  __syncthreads();", "= largest;", "checker"),
     ),
     *_in(
         "moe_combine",
@@ -330,7 +330,6 @@ TEMPLATES = [
             "no barrier before the weights",
             "  __syncthreads();\n  for (int i = threadIdx.x; i < TOP_K",
             "  for (int i = threadIdx.x; i < TOP_K",
-            "checker",
         ),
         (
             "softmax over all but the last expert",
@@ -345,14 +344,13 @@ TEMPLATES = [
         ("the same noise for four tokens", "const u32 word = token % 4;", "const u32 word = position % 4;"),
         ("temperature left out", "(row[i] - largest) * inverse + gumbel", "(row[i] - largest) + gumbel"),
         ("top-p of all that top-k left out, too", "if (kept(ordered(row[i]), i)) sum", "sum"),
-        ("one of the tied too many", "token < equal_below", "token <= equal_below"),
+        ("one of the tied too many", "token < equal_below", "token <= equal_below", "checker"),
         ("parameters of the step's first row", "const int sequence = row_sequence[token_row];", "const int sequence = row_sequence[0];"),
         ("-0 below 0", "__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
         (
             "scratch overwritten while it is read",
             "  __syncthreads();\n  if (threadIdx.x % 32 == 0) scratch",
             "  if (threadIdx.x % 32 == 0) scratch",
-            "checker",
         ),
     ),
     *_in(
@@ -380,7 +378,7 @@ TEMPLATES = [
         ("children hang on their grandparent", "child.parent = size;", "child.parent = best.parent;"),
         ("scores summed in float32", "  double score;  // path", "  float score;  // path"),
         ("one depth too many", "best.depth < depths &&", "best.depth <= depths &&"),
-        ("no barrier before the search", "    __syncthreads();  // lane 0 has opened and taken\n", "", "checker"),
+        ("no barrier before the search", "    __syncthreads();  // lane 0 has opened and taken\n", ""),
     ),
     *_in(
         "tree_rows",
@@ -398,7 +396,6 @@ PLAN = [
             "half as many splits launched",
             "splits = Extent(per_context=self.split)",
             "splits = Extent(per_context=2 * self.split)",
-            "together",
         ),
         (
             "YaRN's part of the softmax scale left out, float32",
@@ -410,7 +407,7 @@ PLAN = [
             "YaRN's part of the softmax scale left out, bf16",
             "scale=s.softmax_scale, smem_comment",
             "scale=s.qk_head_dim**-0.5, smem_comment",
-            "logits",
+            "together",
         ),
         ("the query norm takes rms_norm_eps", "x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)", "x_stride=self.kv_a_stride)", "together"),
         ("the latent norm takes rms_norm_eps", "eps=LORA_NORM_EPS, interleave", "eps=s.rms_norm_eps, interleave", "together"),
@@ -461,7 +458,7 @@ PLAN = [
             "(experts, 2 * width, hidden), up, gate, layers=moe",
             "together",
         ),
-        ("tied embeddings forgotten", "embed if spec.tie_word_embeddings else", "embed if not spec.tie_word_embeddings else", "together"),
+        ("tied embeddings forgotten", "embed if spec.tie_word_embeddings else", "embed if not spec.tie_word_embeddings else", "refused"),
     ),
 ]
 
@@ -479,20 +476,20 @@ HOST = [
             "grids sized for the first sequence",
             "max(self._lengths[sequence] for sequence in sequences)",
             "self._lengths[sequences[0]]",
-            "together",
+            "decode",
         ),
         ("accepted rows counted from the step's begin", "int(begins[place]) + int(node)", "int(node)", "together"),
         (
             "the second half of seeds is lost",
             "np.array([s.seed for s in chosen], np.uint64)",
             "np.array([s.seed % 2**32 for s in chosen], np.uint64)",
-            "decode",
+            "together",
         ),
         (
             "top-p never written",
             'self._write("top_p", np.array([s.top_p for s in chosen]',
             'self._write("top_p", np.array([1.0 for s in chosen]',
-            "decode",
+            "together",
         ),
     ),
     *_in(
@@ -535,8 +532,8 @@ HOST = [
     ),
     *_in(
         "kdgen/rope.py",
-        ("YaRN's ramp the other way", "extrapolated = np.float32(1) - ramp", "extrapolated = ramp", "logits"),
-        ("YaRN's amplitude left out of sines", "np.sin(angles) * amplitude", "np.sin(angles)", "logits"),
+        ("YaRN's ramp the other way", "extrapolated = np.float32(1) - ramp", "extrapolated = ramp", "tables"),
+        ("YaRN's amplitude left out of sines", "np.sin(angles) * amplitude", "np.sin(angles)", "tables"),
     ),
     *_in(
         "kdgen/weights/pack.py",
