@@ -1,6 +1,6 @@
 """Writes a published checkpoint of a large spec in a minute or two, to measure loading with: values tiled from small random pools.
 
-    python tests/large_checkpoint.py k26 --layers 3 /data/k26-3    # 25 GB
+python tests/large_checkpoint.py k26 --layers 3 /data/k26-3    # 25 GB
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""The demo's text: the Python standard library's own source, as it lies on the machine that trains, in bytes.
+"""The demo's text: Python source as it lies on the machine that trains, in bytes.
 
-It may be redistributed under the PSF License Agreement, with the interpreter's LICENSE.txt. Tests are left out. One file in twenty is
-held out by a hash of its path: nothing is trained on those, and prompts come from them alone.
+It is the standard library (PSF License Agreement) and those of ``PACKAGES`` that are installed (each under the BSD license), all of
+which may be redistributed. Tests are left out, and tables of characters. One file in twenty is held out by a hash of its path: nothing is
+trained on those, and prompts come from those of the standard library alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +22,8 @@ from kdgen.demo.prompts import Prompt
 
 END, MASK = 256, 257  #: tokens beyond the bytes: between files, and the drafter's mask
 HELD_OUT = 1 / 20
-_LEFT_OUT = frozenset({"site-packages", "test", "tests", "idle_test", "__pycache__"})
+PACKAGES = ("torch", "sympy", "numpy", "networkx")  #: BSD-3-Clause, each of them
+_LEFT_OUT = frozenset({"site-packages", "test", "tests", "testing", "idle_test", "encodings", "__pycache__"})
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,18 @@ class File:
 def library() -> Path:
     """The standard library of the interpreter that runs this."""
     return Path(sysconfig.get_paths()["stdlib"])
+
+
+def packages() -> dict[str, tuple[str, Path]]:
+    """Version and folder of each of ``PACKAGES`` that is installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found[name] = distribution.version, Path(str(distribution.locate_file(name)))
+    return found
 
 
 def files(root: Path | None = None) -> Iterator[File]:
@@ -86,19 +102,25 @@ def prompts(chosen: list[File], count: int, length: int, seed: int) -> list[Prom
 
 @dataclass(frozen=True)
 class Text:
-    """The corpus, split: training text as one stream of tokens, and the files that are held out."""
+    """The corpus, split: training text as one stream of tokens, the held-out files of all of it, and those of the standard library."""
 
+    sources: tuple[str, ...]  #: what it is made of, with versions
     train: NDArray[np.uint16]
     held_out: list[File]
+    library: list[File]
 
     @classmethod
     def load(cls, root: Path | None = None) -> Text:
-        """Read and split the library. Raises ValueError when there is next to nothing below ``root``."""
-        found = list(files(root))
-        held_out = [file for file in found if file.held_out]
-        if not held_out or len(found) < 20:
+        """Read and split the library and the packages, or what lies below ``root``. Raises ValueError when that is next to nothing."""
+        found, sources = list(files(root)), [f"standard library of Python {platform.python_version()}, PSF License Agreement"]
+        own = [file for file in found if file.held_out]
+        if not own or len(found) < 20:
             raise ValueError(f"{root or library()} holds {len(found)} source files, which is no corpus")
-        return cls(stream([file for file in found if not file.held_out]), held_out)
+        for name, (version, folder) in {} if root else packages().items():
+            found += [File(f"{name}/{file.path}", file.text) for file in files(folder)]
+            sources.append(f"{name} {version}, BSD-3-Clause")
+        kept = [file for file in found if not file.held_out]
+        return cls(tuple(sources), stream(kept), [file for file in found if file.held_out], own)
 
     def windows(self, count: int, length: int, seed: int, step: int) -> NDArray[np.int64]:
         """Stretches of the training text, as ``windows`` has them."""

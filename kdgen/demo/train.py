@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import shutil
 import sys
 import time
@@ -49,8 +48,8 @@ class Settings:
     """What ``python -m kdgen.demo.train`` takes."""
 
     out: Path
-    steps: int = 8000
-    draft_steps: int = 6000
+    steps: int = 4000
+    draft_steps: int = 3000
     batch: int = 128
     length: int = 512
     draft_batch: int = 64
@@ -248,9 +247,8 @@ def export(spec: Spec, target: Target, parameters: Parameters, text: corpus.Text
         shutil.rmtree(int4, ignore_errors=True)  # of fewer steps
         quantize_model(model, int4, lambda done, total: None)
     _folder(settings.out / "drafter", published_draft_config(draft), {key: value.bfloat16() for key, value in parameters.items()})
-    prompts = corpus.prompts(text.held_out, settings.prompts, settings.prompt, settings.seed)
-    source = f"standard library of Python {platform.python_version()}, PSF License Agreement"
-    write_prompts(settings.out / "prompts.json", source, prompts)
+    prompts = corpus.prompts(text.library, settings.prompts, settings.prompt, settings.seed)
+    write_prompts(settings.out / "prompts.json", text.sources[0], prompts)
     write_curve(settings.out / "log.jsonl", settings.out / "loss.svg")
 
 
@@ -280,7 +278,8 @@ def train(settings: Settings, spec: Spec) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     text = corpus.Text.load()
-    print(f"corpus: {len(text.train)} training bytes, {len(text.held_out)} files held out; {settings}", file=sys.stderr)
+    print(f"corpus: {len(text.train)} training bytes, {len(text.held_out)} files held out: {'; '.join(text.sources)}", file=sys.stderr)
+    print(settings, file=sys.stderr)
     target = train_target(spec, text, settings)
     with (settings.out / "log.jsonl").open("a", encoding="utf-8") as file:
         loss = held_out_loss(target, text, settings)

@@ -204,12 +204,15 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_backend: Backend | None = None  # of a worker process, opened once
+_backend: Backend | KdgenError | None = None  # of a worker process, opened once; or why it could not be
 
 
 def _open(name: str | None) -> None:
     global _backend
-    _backend = open_backend(name, threads=1)
+    try:
+        _backend = open_backend(name, threads=1)
+    except KdgenError as error:
+        _backend = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
     signal.signal(signal.SIGTERM, _leave)
 
@@ -220,6 +223,8 @@ def _leave(number: int, frame: object) -> None:
 
 def _check(case: Case) -> Outcome:
     assert _backend is not None
+    if isinstance(_backend, KdgenError):
+        raise _backend  # in the process that asked, which ends with it
     return check_case(_backend, case)
 
 

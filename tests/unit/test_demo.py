@@ -28,12 +28,20 @@ from kdgen.weights.checkpoint import Checkpoint
 TEXT = b"def forward(self, x):\n    return x\n"
 
 
-def test_the_corpus_is_the_standard_library_and_held_out_files_are_not_trained_on() -> None:
+def test_the_corpus_is_the_standard_library_and_packages_and_held_out_files_are_not_trained_on() -> None:
     text = corpus.Text.load()
     assert len(text.train) > 5_000_000 and int(text.train.max()) == corpus.END
+    library = {file.path for file in text.library}
+    assert 10 < len(library) < 200 and not any(part in path for path in library for part in ("site-packages", "/test/", "encodings/"))
+    assert library == {file.path for file in corpus.files() if file.held_out}
     held_out = {file.path for file in text.held_out}
-    assert 10 < len(held_out) < 200 and not any("site-packages" in path or "/test/" in path for path in held_out)
-    assert held_out == {file.path for file in corpus.files() if file.held_out}
+    assert library <= held_out and all(path.split("/")[0] in corpus.PACKAGES for path in held_out - library)
+
+
+def test_packages_are_found_with_their_versions() -> None:
+    found = corpus.packages()
+    version, folder = found["numpy"]  # which kdgen needs itself
+    assert version == np.__version__ and (folder / "__init__.py").is_file()
 
 
 def test_windows_depend_on_seed_and_step_alone() -> None:

@@ -16,7 +16,7 @@ from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 from kdgen.verify import draw
 from kdgen.verify.draw import MOST_CONTEXT, SeededChoices
-from kdgen.verify.fuzz import check_case, draw_case, given_model
+from kdgen.verify.fuzz import _Workers, check_case, draw_case, given_model
 from kdgen.verify.shrink import parameters
 
 
@@ -102,3 +102,9 @@ def test_what_stops_a_kernel_is_a_problem_of_the_case(monkeypatch: pytest.Monkey
 
 def test_options_stand_simplest_first() -> None:
     assert draw.ODD[0] == 1 and draw.VOCABULARIES[0] == 2 and draw.TILED[0] == 16
+
+
+def test_a_worker_without_its_backend_ends_the_run() -> None:
+    """A GPU that has no room for one more process is no failed model, and nothing waits for it."""
+    with _Workers("no-such-backend", 2) as workers, pytest.raises(KdgenError, match="unknown backend"):
+        list(workers.check([draw_case(0), draw_case(1)]))
