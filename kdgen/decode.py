@@ -1,4 +1,5 @@
-"""The two decoding loops over an engine: plain (AR) and with a draft tree (DDTree). They give the same tokens, greedy or sampled."""
+"""The decoding loops over an engine: plain (AR), with a draft tree (DDTree), and of rounds that the host starts ahead of their results.
+They give the same tokens, greedy or sampled."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kdgen.budget import Budgets
 from kdgen.drafters.base import Drafter, Proposal
 from kdgen.engine import Verified
-from kdgen.errors import KdgenError
+from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
+from kdgen.rounds import Rounds
 from kdgen.sampling import GREEDY, Sampling
 
 
@@ -19,7 +22,7 @@ class Decoded:
     """New tokens (a final stop token included) and what they cost.
 
     ``acceptance_lengths`` has one entry a verify step, the root counted; it is empty for plain decoding. ``target_forwards`` counts
-    decode or verify steps, not the prefill.
+    decode or verify steps, not the prefill. ``prepare_seconds`` went into recording rounds and measuring them.
     """
 
     tokens: tuple[int, ...]
@@ -27,6 +30,7 @@ class Decoded:
     target_forwards: int
     prefill_seconds: float
     decode_seconds: float
+    prepare_seconds: float = 0.0
 
 
 #: Called with the new tokens of each step as they are decided, the first after the prompt; a loop ends with whatever it raises.
@@ -129,6 +133,57 @@ def decode_tree(
         tokens += new[:end]
         emit(new[:end])
     return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, time.perf_counter() - ready)
+
+
+def decode_rounds(
+    rounds: Rounds,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    budgets: Callable[[int], Budgets],
+    stop: Iterable[int] = (),
+    chunk: int | None = None,
+    sampling: Sampling = GREEDY,
+    emit: Emit = _ignore,
+    ahead: int | None = None,
+) -> Decoded:
+    """Rounds with the drafter on the device, or plain ones, of which ``ahead`` (None: as many as the backend gains from) are started
+    before the results of the last are read.
+
+    ``budgets`` makes what chooses each round's budget, given the root token behind the prompt. Rounds started behind the last token
+    leave no trace: the engine ends as plain decoding does, and they are not counted.
+    """
+    engine = rounds.engine
+    stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
+    ahead = engine.backend.rounds_ahead if ahead is None else ahead
+    began = time.perf_counter()
+    tokens = [prefill(engine, prompt, chunk, sampling)]
+    ready = time.perf_counter()
+    emit((tokens[0],))
+    preparing = time.perf_counter()
+    rounds.begin(len(prompt))
+    chooser = budgets(tokens[0])
+    prepared = time.perf_counter()
+    lengths: list[int] = []
+    try:
+        while len(tokens) < limit and tokens[-1] not in stops:
+            while rounds.running <= ahead and rounds.may_start and (not rounds.running or len(tokens) + rounds.running < limit):
+                rounds.start(chooser.choose())
+            done = rounds.finish()
+            chooser.observe(done.budget, done.nodes, done.log_probs)
+            new = done.tokens[: limit - len(tokens)]
+            lengths.append(len(new))
+            end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))
+            tokens += new[:end]
+            emit(new[:end])
+    except BackendError:
+        raise  # of a device that failed nothing can be put right
+    except BaseException:
+        rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
+        raise
+    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
+    drafted = any(rounds.budgets)
+    decode_seconds = time.perf_counter() - prepared
+    return Decoded(tuple(tokens), tuple(lengths) if drafted else (), len(lengths), ready - began, decode_seconds, prepared - preparing)
 
 
 def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:

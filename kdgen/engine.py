@@ -7,7 +7,7 @@ size grids, and reads results after a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,6 +185,17 @@ class Engine:
             done.append(Verified(tuple(int(t) for t in tokens[place, :count]), root, rows))
         return tuple(done)
 
+    def begin_rounds(self, block_rows: int) -> None:
+        """Make the next steps those of sequence 0 alone, with draft blocks of so many rows (0: no drafts)."""
+        self._write_step([0])
+        if block_rows:
+            self.backend.write(self._buffers["draft_begin"], np.array([0, block_rows], np.int32))
+
+    def cut(self, length: int, root: int) -> None:
+        """Make sequence 0 end after ``length`` tokens, whose cache rows must be there, with ``root`` as the token after them."""
+        self.backend.write(self._buffers["root_token"], np.array([root], np.int32))
+        self.fill_length(length)
+
     def fill(self, length: int, seed: int = 0) -> None:
         """Commit ``length`` made-up cache rows of every layer to sequence 0, whose next token is then token 0: for measurements."""
         for name in ("kv_cache", "draft_cache") if self.spec.draft else ("kv_cache",):
@@ -193,11 +204,10 @@ class Engine:
             rows = made_up.astype(numpy_dtype(cache.dtype))
             for layer in range(cache.shape[0]):
                 self.backend.write(cache, rows, layer * math.prod(cache.shape[1:]))
-        self.backend.write(self._buffers["root_token"], np.zeros(1, np.int32))
-        self.fill_length(length)
+        self.cut(length, 0)
 
     def fill_length(self, length: int) -> None:
-        """Set sequence 0 back to ``length`` of the rows that ``fill`` made."""
+        """Set sequence 0 back to ``length`` of its rows."""
         self.backend.write(self._buffers["sequence_length"], np.array([length], np.int32))
         self._lengths[0] = length
 
@@ -269,7 +279,7 @@ class Engine:
             if isinstance(proposal, BlockDraft):
                 width = min(width, proposal.width) if proposal.width else width
                 first = int(begins[place]) + 1  # behind the root's row
-                begins[place + 1] += self._block_rows(proposal) if depths else 0
+                begins[place + 1] += self.block_rows(proposal) if depths else 0
             elif isinstance(proposal, DraftLogits):
                 if depths:
                     logits = np.ascontiguousarray(proposal.logits[:depths], np.float32)
@@ -297,7 +307,7 @@ class Engine:
             self._write("draft_shape", np.where(chosen[:, None], shape, 0).astype(np.int32))
         return most
 
-    def _block_rows(self, proposal: BlockDraft) -> int:
+    def block_rows(self, proposal: BlockDraft) -> int:
         """Rows of a draft block. Raises KdgenError where there is no drafter, or it does not fill such blocks."""
         if self.spec.draft is None:
             raise KdgenError(f"{self.spec.name} has no drafter: give it one with --draft DIR, or a draft: section")
@@ -307,17 +317,33 @@ class Engine:
             raise KdgenError(f"a block of {proposal.block_size} rows gives at most {proposal.block_size - 1} depths, not {proposal.depths}")
         return proposal.block_size
 
-    def launches(self, program: str, tokens: int, context: int, sequences: int = 1) -> tuple[Launch, ...]:
-        """A program's launches for steps of at most ``tokens`` rows that see at most ``context`` keys."""
+    def buffer(self, name: str) -> DeviceArray:
+        """A plan buffer's memory."""
+        return self._buffers[name]
+
+    def launches(
+        self, program: str, tokens: int, context: int, sequences: int = 1, instead: Mapping[str, DeviceArray] | None = None
+    ) -> tuple[Launch, ...]:
+        """A program's launches for steps of at most ``tokens`` rows that see at most ``context`` keys.
+
+        ``instead`` names buffers whose place another array takes.
+        """
+        other = {self._buffers[name].handle: array for name, array in (instead or {}).items()}
+
+        def argument(arg: Argument) -> Argument:
+            return Pointer(other[arg.array.handle], arg.offset) if isinstance(arg, Pointer) and arg.array.handle in other else arg
+
         return tuple(
-            Launch(step.kernel, _grid(step, tokens, context, sequences), step.block, step.smem, step.args)
+            Launch(
+                step.kernel, _grid(step, tokens, context, sequences), step.block, step.smem,
+                tuple(map(argument, step.args)) if other else step.args,
+            )
             for step in self._programs[program]
-        )
+        )  # fmt: skip
 
     def _run(self, program: str, tokens: int, sequences: Sequence[int]) -> None:
         """Start a program. A step of a kind seen before is recorded, so that from then on the host starts it with one call."""
-        unit = self.backend.context_step
-        context = -(-(max(self._lengths[sequence] for sequence in sequences) + tokens) // unit) * unit
+        context = self.backend.recorded_context(max(self._lengths[sequence] for sequence in sequences) + tokens)
         kind = (program, tokens, context, len(sequences))
         if kind not in self._replays:
             launches = self.launches(*kind)

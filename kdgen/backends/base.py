@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,13 +66,36 @@ class Launch:
 Replay = Callable[[], None]  #: starts the launches it was recorded from, in order
 
 
+class Mailbox:
+    """Copies of some arrays as they are at one point among the launches, to be read later and in order; two may wait to be read.
+
+    This one suits a device whose launches end before they return.
+    """
+
+    def __init__(self, backend: Backend, arrays: Sequence[DeviceArray]) -> None:
+        self._backend, self._arrays = backend, tuple(arrays)
+        self._posted: deque[tuple[npt.NDArray[np.generic], ...]] = deque()
+
+    def post(self) -> None:
+        """Copy the arrays behind everything launched so far, without waiting for it."""
+        self._posted.append(tuple(self._backend.to_host(array) for array in self._arrays))
+
+    def take(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """The oldest copies not yet taken; waits for them, and for nothing launched behind them."""
+        return self._posted.popleft()
+
+    def clear(self) -> None:
+        """Forget what was not taken. Everything launched must have ended."""
+        self._posted.clear()
+
+
 class Backend(ABC):
     """One device. Launches are ordered with respect to each other and to copies; ``to_host`` waits for them."""
 
     name: str
     description: str  #: the device in words, for reports
-    #: Contexts are rounded up to whole steps where grids are recorded, so that one record serves many lengths.
-    context_step: int = 1
+    #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
+    rounds_ahead: int = 0
 
     @abstractmethod
     def load(self, sources: Sequence[Source]) -> None:
@@ -112,6 +137,25 @@ class Backend(ABC):
                 self.launch(each.kernel, each.grid, each.block, each.smem, each.args)
 
         return replay
+
+    def recorded_context(self, context: int) -> int:
+        """The context, at least ``context``, that launches are recorded for, so that one record serves many lengths."""
+        return context
+
+    def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
+        """A way to read ``arrays`` behind the launches that write them."""
+        return Mailbox(self, arrays)
+
+    def timer(self) -> Callable[[], float]:
+        """Start a stopwatch behind what was launched; calling the value waits for the device and gives the seconds between."""
+        self.synchronize()
+        began = time.perf_counter()
+
+        def stop() -> float:
+            self.synchronize()
+            return time.perf_counter() - began
+
+        return stop
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source
 from kdgen.cache import Cache
 from kdgen.compile import Cubin, compile_all
 from kdgen.errors import BackendError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from cuda.core import Kernel, Stream
     from cuda.core.graph import GraphBuilder
 
+#: Contexts that launches are recorded for are multiples of this, and of an eighth of the next power of two.
+CONTEXT_STEP = 1024
 #: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
 OLDEST_DRIVER = 13000
 
@@ -101,7 +104,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
-    context_step = 1024
+    rounds_ahead = 1
 
     def __init__(self, cache: Cache | None = None) -> None:
         gpu = find_gpu()
@@ -202,8 +205,11 @@ class CudaBackend(Backend):
 
     def record(self, launches: Sequence[Launch]) -> Replay:
         """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""
-        names = ", ".join(dict.fromkeys(each.kernel for each in launches))
+        kernels = dict.fromkeys(each.kernel for each in launches)
+        names = ", ".join(kernels)
         with self._reporting(f"recording kernels {names}"):
+            for name in kernels:
+                self._bring_in(name)
             builder = self._launch_stream.create_graph_builder()
             builder.begin_building()
             for each in launches:
@@ -218,8 +224,27 @@ class CudaBackend(Backend):
 
         return replay
 
+    def _bring_in(self, name: str) -> None:
+        """Load a kernel's code now: the driver would do it at its first launch, which may not be a recorded one."""
+        from cuda.bindings import driver
+
+        if (kernel := self._kernels.get(name)) is not None:
+            status, function = driver.cuKernelGetFunction(kernel.handle)
+            if status == driver.CUresult.CUDA_SUCCESS:
+                (status,) = driver.cuFuncLoad(function)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise BackendError(f"kernel {name} does not load: {status.name}")
+
+    def recorded_context(self, context: int) -> int:
+        """Coarser where it is longer: blocks beyond the true context end at once, and recording a deep model takes tens of
+        milliseconds."""
+        step = max(CONTEXT_STEP, 1 << max(0, (context - 1).bit_length() - 3))
+        return -(-context // step) * step
+
+    def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
+        return _PinnedMailbox(self, arrays)
+
     def timer(self) -> Callable[[], float]:
-        """Start a stopwatch in the stream; calling the value waits for the GPU and gives the seconds between."""
         start, end = self._numba.event(), self._numba.event()
         start.record(self._stream)
 
@@ -231,9 +256,13 @@ class CudaBackend(Backend):
         return stop
 
     def synchronize(self) -> None:
-        launched, self._unfinished = ", ".join(self._unfinished) or "none", {}
-        with self._reporting(f"waiting for kernels (launched: {launched}; CUDA_LAUNCH_BLOCKING=1 tells which one failed)"):
+        with self._reporting(f"waiting for kernels ({self._launched()})"):
             self._stream.synchronize()
+
+    def _launched(self) -> str:
+        """What a failure now seen can come from; asked once, when it is about to be waited for."""
+        launched, self._unfinished = ", ".join(self._unfinished) or "none", {}
+        return f"launched: {launched}; CUDA_LAUNCH_BLOCKING=1 tells which one failed"
 
     def _allow_smem(self, kernel: Kernel, smem: int) -> None:
         from cuda.bindings import driver
@@ -263,6 +292,43 @@ class CudaBackend(Backend):
             raise
         except Exception as error:
             raise BackendError(f"{doing}: {error}") from error
+
+
+class _PinnedMailbox(Mailbox):
+    """Copies go to pinned memory in the stream, each behind an event that ``take`` waits for."""
+
+    def __init__(self, backend: CudaBackend, arrays: Sequence[DeviceArray]) -> None:
+        super().__init__(backend, arrays)
+        self._cuda = backend
+        with backend._reporting("allocating pinned memory"):
+            pinned = backend._numba.pinned_array
+            self._slots = [
+                ([pinned(math.prod(a.shape), _numba_dtype(a.dtype)) for a in self._arrays], backend._numba.event(timing=False))
+                for _ in range(2)
+            ]
+        self._waiting: deque[tuple[list[npt.NDArray[np.generic]], Any, str]] = deque()
+        self._next = 0
+
+    def post(self) -> None:
+        if len(self._waiting) == len(self._slots):
+            raise ValueError("the mailbox is full: take before you post again")
+        copies, event = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        launched = self._cuda._launched()
+        with self._cuda._reporting("copying from the GPU"):
+            for array, copy in zip(self._arrays, copies, strict=True):
+                self._cuda._array(array).copy_to_host(copy, stream=self._cuda._stream)
+            event.record(self._cuda._stream)
+        self._waiting.append((copies, event, launched))
+
+    def take(self) -> tuple[npt.NDArray[np.generic], ...]:
+        copies, event, launched = self._waiting.popleft()
+        with self._cuda._reporting(f"waiting for kernels ({launched})"):
+            event.synchronize()
+        return tuple(copy.reshape(array.shape).copy() for array, copy in zip(self._arrays, copies, strict=True))
+
+    def clear(self) -> None:
+        self._waiting.clear()
 
 
 def _numba_dtype(dtype: DType) -> np.dtype[np.generic]:
