@@ -10,15 +10,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kdgen.backends.base import Launch, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
 from kdgen.draft_spec import DraftSpec
-from kdgen.drafters.base import BlockDraft, Candidates
+from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
+from kdgen.plan.ir import MAX_NODES, Kernel
 from kdgen.resources import templates_dir
 
 READ_MEGABYTES = 4096
@@ -115,7 +114,7 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     program = "decode" if rows == 1 else "verify"
     engine.fill(context)
     if rows > 1:
-        engine.verify(_wide_draft(engine, rows), rows - 1)
+        engine.verify(wide_candidates(engine.spec.vocab_size, rows - 1), rows - 1)
     else:
         engine.decode()
     engine.fill(context)
@@ -155,15 +154,6 @@ def _kernels(
             floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
             times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
     return tuple(times)
-
-
-def _wide_draft(engine: Engine, rows: int) -> Candidates:
-    """Random candidates whose tree has ``rows`` nodes, root included."""
-    rng = np.random.default_rng(0)
-    depths, width = MAX_PATH // 2 - 1, max(8, rows // 4)
-    tokens = np.stack([rng.choice(engine.spec.vocab_size, width, replace=False) for _ in range(depths)]).astype(np.int32)
-    log_probs = -np.sort(rng.exponential(1.0, (depths, width)).astype(np.float32), axis=1)
-    return Candidates(tokens, log_probs)
 
 
 def _experts_hit(engine: Engine, backend: CudaBackend, launches: Sequence[Launch]) -> int:

@@ -38,6 +38,11 @@ class Budgets(Protocol):
         """``nodes`` were accepted, numbered as the tree took them; ``log_probs`` [depths, width] are the draft's, if there was one."""
 
 
+def budget_for(costs: Mapping[int, float]) -> Budgets:
+    """The automatic choice, or the only budget where there is just one."""
+    return AutoBudget(costs) if len(costs) > 1 else FixedBudget(min(costs, default=0))
+
+
 class FixedBudget:
     """The same budget always."""
 

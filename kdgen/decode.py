@@ -6,14 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from kdgen.budget import Budgets
-from kdgen.drafters.base import Drafter, Proposal
-from kdgen.engine import Verified
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.budget import Budgets, FixedBudget, budget_for
+from kdgen.drafters.base import Candidates, Drafter, DraftLogits, Proposal
+from kdgen.drafters.dflash import DFlashDrafter
+from kdgen.engine import Engine, Verified
 from kdgen.errors import BackendError, KdgenError
-from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
-from kdgen.rounds import Rounds
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Plan
+from kdgen.rounds import Rounds, budgets_for, step_costs
 from kdgen.sampling import GREEDY, Sampling
 
 
@@ -22,7 +26,8 @@ class Decoded:
     """New tokens (a final stop token included) and what they cost.
 
     ``acceptance_lengths`` has one entry a verify step, the root counted; it is empty for plain decoding. ``target_forwards`` counts
-    decode or verify steps, not the prefill. ``prepare_seconds`` went into recording rounds and measuring them.
+    decode or verify steps, not the prefill. ``prepare_seconds`` went into recording rounds and measuring them. ``budgets`` has each
+    draft tree's, as ``acceptance_lengths``.
     """
 
     tokens: tuple[int, ...]
@@ -31,10 +36,15 @@ class Decoded:
     prefill_seconds: float
     decode_seconds: float
     prepare_seconds: float = 0.0
+    budgets: tuple[int, ...] = ()
 
 
 #: Called with the new tokens of each step as they are decided, the first after the prompt; a loop ends with whatever it raises.
 Emit = Callable[[tuple[int, ...]], None]
+
+
+#: Makes what chooses each round's budget, when the prompt is there; called with the token after it.
+Choose = Callable[[int], Budgets]
 
 
 def _ignore(tokens: tuple[int, ...]) -> None:
@@ -102,7 +112,7 @@ def decode_tree(
     prompt: Sequence[int],
     max_new_tokens: int,
     drafter: Drafter,
-    budget: int,
+    budget: int | Choose,
     block_size: int = 8,
     stop: Iterable[int] = (),
     chunk: int | None = None,
@@ -111,35 +121,52 @@ def decode_tree(
 ) -> Decoded:
     """A draft tree of at most ``budget`` nodes a forward, at most ``block_size`` - 1 deep (DDTree, arXiv 2604.12989).
 
-    Raises KdgenError for a block size outside 2 … 16 or a budget outside 0 … 63.
+    The drafter may be anywhere, so the host goes from step to step. Raises KdgenError for a block size outside 2 … 16 or a budget
+    outside 0 … 63.
     """
     if not 2 <= block_size <= MAX_PATH:
         raise KdgenError(f"a block size lies between 2 and {MAX_PATH}, not at {block_size}")
-    if not 0 <= budget < MAX_NODES:
+    if isinstance(budget, int) and not 0 <= budget < MAX_NODES:
         raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {budget}")
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
     began = time.perf_counter()
     tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
     emit((tokens[0],))
+    preparing = time.perf_counter()
+    chooser = FixedBudget(budget) if isinstance(budget, int) else budget(tokens[0])
+    prepared = time.perf_counter()
     lengths: list[int] = []
+    budgets: list[int] = []
     while len(tokens) < limit and tokens[-1] not in stops:
         # a deeper tree than the tokens still wanted would be cut away again
         depths = min(block_size - 1, limit - len(tokens) - 1)
-        step = engine.verify(drafter.propose([*prompt, *tokens], depths), budget)
+        proposal = drafter.propose([*prompt, *tokens], depths)
+        budgets.append(chooser.choose())
+        step = engine.verify(proposal, budgets[-1])
+        if proposal.depths:  # a drafter with nothing to say shows nothing
+            chooser.observe(budgets[-1], [row - step.rows[0] for row in step.rows], _log_probs(proposal))
         lengths.append(len(step.accepted))
         new = (*step.accepted[1:], step.next_token)
         end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))  # a tree may go on behind a stop
         tokens += new[:end]
         emit(new[:end])
-    return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, time.perf_counter() - ready)
+    seconds = time.perf_counter() - prepared
+    return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, seconds, prepared - preparing, tuple(budgets))
+
+
+def _log_probs(proposal: Proposal) -> NDArray[np.float32] | None:
+    """What a drafter on the host expects; None where it is not on the host."""
+    if isinstance(proposal, Candidates):
+        return proposal.log_probs
+    return proposal.log_probs(MAX_CANDIDATES) if isinstance(proposal, DraftLogits) else None
 
 
 def decode_rounds(
     rounds: Rounds,
     prompt: Sequence[int],
     max_new_tokens: int,
-    budgets: Callable[[int], Budgets],
+    choose: Choose,
     stop: Iterable[int] = (),
     chunk: int | None = None,
     sampling: Sampling = GREEDY,
@@ -149,8 +176,7 @@ def decode_rounds(
     """Rounds with the drafter on the device, or plain ones, of which ``ahead`` (None: as many as the backend gains from) are started
     before the results of the last are read.
 
-    ``budgets`` makes what chooses each round's budget, given the root token behind the prompt. Rounds started behind the last token
-    leave no trace: the engine ends as plain decoding does, and they are not counted.
+    Rounds started behind the last token leave no trace: the engine ends as plain decoding does, and they are not counted.
     """
     engine = rounds.engine
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
@@ -161,9 +187,10 @@ def decode_rounds(
     emit((tokens[0],))
     preparing = time.perf_counter()
     rounds.begin(len(prompt))
-    chooser = budgets(tokens[0])
+    chooser = choose(tokens[0])
     prepared = time.perf_counter()
     lengths: list[int] = []
+    budgets: list[int] = []
     try:
         while len(tokens) < limit and tokens[-1] not in stops:
             while rounds.running <= ahead and rounds.may_start and (not rounds.running or len(tokens) + rounds.running < limit):
@@ -172,6 +199,7 @@ def decode_rounds(
             chooser.observe(done.budget, done.nodes, done.log_probs)
             new = done.tokens[: limit - len(tokens)]
             lengths.append(len(new))
+            budgets.append(done.budget)
             end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))
             tokens += new[:end]
             emit(new[:end])
@@ -181,9 +209,34 @@ def decode_rounds(
         rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
         raise
     rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
-    drafted = any(rounds.budgets)
-    decode_seconds = time.perf_counter() - prepared
-    return Decoded(tuple(tokens), tuple(lengths) if drafted else (), len(lengths), ready - began, decode_seconds, prepared - preparing)
+    seconds = time.perf_counter() - prepared
+    trees = (tuple(lengths), tuple(budgets)) if any(rounds.budgets) else ((), ())
+    return Decoded(tuple(tokens), trees[0], len(lengths), ready - began, seconds, prepared - preparing, trees[1])
+
+
+def decode_fastest(
+    engine: Engine,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    drafter: Drafter | None,
+    budget: int | Literal["auto"],
+    block_size: int = 8,
+    stop: Iterable[int] = (),
+    chunk: int | None = None,
+    sampling: Sampling = GREEDY,
+    emit: Emit = _ignore,
+) -> Decoded:
+    """Rounds where nothing is drafted or the drafter is on the device, steps where the host drafts; ``auto`` measures what pays."""
+    if drafter is not None and not isinstance(drafter, DFlashDrafter):
+        steps: int | Choose = budget if budget != "auto" else lambda root: budget_for(step_costs(engine, root))
+        return decode_tree(engine, prompt, max_new_tokens, drafter, steps, block_size, stop, chunk, sampling, emit)
+    block = drafter.propose(prompt, block_size - 1) if drafter else None
+    rounds = Rounds(engine, block, budgets_for(block) if budget == "auto" else (budget if block else 0,))
+
+    def choose(root: int) -> Budgets:
+        return budget_for(rounds.costs(root)) if budget == "auto" and block else FixedBudget(rounds.budgets[0])
+
+    return decode_rounds(rounds, prompt, max_new_tokens, choose, stop, chunk, sampling, emit)
 
 
 def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray, Replay
 from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES
 
-#: Tree sizes worth having a unit each; what lies between is hardly faster than the next.
-BUDGETS = (7, 15, 31, 63)
+#: Budgets to choose from; what lies between is hardly faster than the next.
+BUDGETS = (0, 7, 15, 31, 63)
 TIMED_REPLAYS = 3
 
 
@@ -37,6 +38,30 @@ class Round:
     tokens: tuple[int, ...]
     nodes: tuple[int, ...]
     log_probs: NDArray[np.float32] | None
+
+
+def budgets_for(block: BlockDraft | None) -> tuple[int, ...]:
+    """The budgets worth choosing from: none but 0 without a drafter on the device, and no more nodes than a chain has."""
+    most = 0 if block is None else block.depths if block.width == 1 else BUDGETS[-1]
+    return tuple(sorted({min(budget, most) for budget in BUDGETS}))
+
+
+def step_costs(engine: Engine, root: int) -> dict[int, float]:
+    """Seconds of a verify step of each of ``BUDGETS`` (0: of a decode step) as the host makes it, behind what is committed now; ``root``
+    is the token after that. The trees are drawn at random. Budgets that the context has no room for are left out."""
+    length, costs = engine.length(), {}
+    for budget in BUDGETS:
+        draft = wide_candidates(engine.spec.vocab_size, budget)
+        if length + draft.depths + 1 > engine.plan.limits.max_context:
+            continue
+        times = []
+        for _ in range(TIMED_REPLAYS + 2):  # the first two record
+            stop = engine.backend.timer()
+            _ = engine.verify(draft, budget) if budget else engine.decode()
+            times.append(stop())
+            engine.cut(length, root)
+        costs[budget] = min(times[2:])
+    return costs
 
 
 class Rounds:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 import numpy as np
@@ -17,7 +19,7 @@ from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
-from kdgen.decode import Decoded, decode_plain, decode_tree
+from kdgen.decode import Decoded, decode_fastest, decode_plain
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
@@ -30,17 +32,32 @@ from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.tokenizer import load_tokenizer
 
+CPU_BUDGET = 15  #: emulated times say nothing about what pays
 DRAFTERS = ("ngram", "replay", "random", "adversarial", "dflash", "none")
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. ``build`` makes and compiles the kernels, ``load`` the weights; the others are those of the run reported."""
+    """Seconds. ``build`` makes and compiles the kernels, ``load`` the weights; the others are those of the run reported.
+
+    ``prepare`` records rounds as graphs and measures them. ``first_token`` counts from the start of the process; null: not known.
+    """
 
     build: float
     load: float
     prefill: float
+    prepare: float
     decode: float
+    first_token: float | None
+
+
+@dataclass(frozen=True)
+class BudgetUse:
+    """How many forwards had a tree budget, and the tokens they gave."""
+
+    budget: int
+    forwards: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,13 @@ class Generated:
     dtype: Compute
     prompt_tokens: int
     draft: str
-    budget: int
+    budget: int | Literal["auto"]
     block_size: int
     sampling: Sampling
     tokens: tuple[int, ...]
     acceptance_lengths: tuple[int, ...]
     target_forwards: int
+    budgets: tuple[BudgetUse, ...]  #: empty without drafts
     text: str | None
     stopped: bool  #: by an end-of-sequence token
     interrupted: bool  #: by Ctrl-C
@@ -91,7 +109,7 @@ class _Run:
     draft: str
     chain: bool
     error_rate: float
-    budget: int
+    budget: int | Literal["auto"]
     block_size: int
     chunk: int | None
     seed: int
@@ -102,6 +120,16 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
     if text not in DRAFTERS and not Path(text).is_dir():
         raise click.BadParameter(f"{text!r} is neither a drafter's folder nor one of {', '.join(DRAFTERS)}")
     return text
+
+
+def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if text.isdecimal() and int(text) < MAX_NODES:
+        return int(text)
+    raise click.BadParameter(f"{text!r} is neither auto nor a number from 0 to {MAX_NODES - 1}")
 
 
 @click.command("generate", short_help="Continue text or token ids with a model's weights, plainly or with draft trees.")
@@ -125,7 +153,12 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
 )
 @click.option("--chain", is_flag=True, help="A DFlash drafter's best token at each depth, and no tree.")
 @click.option("--error-rate", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="How often the replay drafter is wrong.")
-@click.option("--budget", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Most draft nodes of a tree.")
+@click.option(
+    "--budget",
+    metavar="N|auto",
+    callback=_budget,
+    help=f"Most draft nodes of a tree; auto: as many as pay. [default: auto on a GPU, {CPU_BUDGET} on a CPU]",
+)
 @click.option("--block-size", type=click.IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
@@ -145,7 +178,8 @@ def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> st
 @click.pass_context
 def command(
     ctx: click.Context, model: str, prompt: str | None, prompt_ids: str | None, chat: bool, system: str | None, as_text: bool,
-    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, error_rate: float, budget: int, block_size: int,
+    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, error_rate: float, budget: int | Literal["auto"] | None,
+    block_size: int,
     backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
     min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
     as_json: bool,
@@ -187,9 +221,11 @@ def command(
     if len(tokens) + max_new_tokens > room:
         warn(f"a context of {room} holds {room - len(tokens)} new tokens after this prompt, not {max_new_tokens}")
     stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
-    run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
     with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
         opened = open_engine(opened_model, room, dtype, backend, seed, bar)
+    if budget is None:
+        budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
+    run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
     interrupted = False
     with contextlib.ExitStack() as waiting:
         say = waiting.enter_context(status())
@@ -201,7 +237,9 @@ def command(
                 raise
             interrupted, decoded, exact = True, live.decoded(draft != "none"), None
     live.finish()
-    report = _report(model, opened, run, decoded, live.text if tokenizer else None, interrupted, exact)
+    seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
+    timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
+    report = _report(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
     if as_json:
         emit_json("kdgen.generate/1", report)
     else:
@@ -229,12 +267,9 @@ def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[s
     rows = engine.cache_rows() if check else None
     say(f"{name}: reading the prompt")
     live.begin()
-    if run.draft == "none":
-        decoded = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, run.chunk, run.sampling, emit)
-    else:
-        drafter = _drafter(run, engine.spec, plain.tokens if plain else ())
-        tree = (drafter, run.budget, run.block_size)
-        decoded = decode_tree(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
+    drafter = _drafter(run, engine.spec, plain.tokens if plain else ()) if run.draft != "none" else None
+    tree = (drafter, run.budget, run.block_size)
+    decoded = decode_fastest(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
     _need_numbers(engine)
     if plain is None or rows is None:
         return decoded, None
@@ -261,7 +296,9 @@ def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
     return RandomDrafter(spec.vocab_size, run.seed)
 
 
-def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, text: str | None, interrupted: bool, exact: bool | None) -> Generated:
+def _report(
+    model: str, opened: Opened, run: _Run, decoded: Decoded, timings: Timings, text: str | None, interrupted: bool, exact: bool | None
+) -> Generated:
     engine = opened.engine
     on_gpu = engine.backend.name == "cuda"
     return Generated(
@@ -278,13 +315,21 @@ def _report(model: str, opened: Opened, run: _Run, decoded: Decoded, text: str |
         tokens=decoded.tokens,
         acceptance_lengths=decoded.acceptance_lengths,
         target_forwards=decoded.target_forwards,
+        budgets=_uses(decoded),
         text=text,
         stopped=decoded.tokens[-1] in run.stop,
         interrupted=interrupted,
         exact=exact,
-        timings=Timings(opened.build_seconds, opened.load_seconds, decoded.prefill_seconds, decoded.decode_seconds),
+        timings=timings,
         versions=Versions(__version__, platform.python_version(), np.__version__, nvrtc_version() if on_gpu else None),
     )
+
+
+def _uses(decoded: Decoded) -> tuple[BudgetUse, ...]:
+    forwards, tokens = Counter(decoded.budgets), Counter[int]()
+    for budget, length in zip(decoded.budgets, decoded.acceptance_lengths, strict=False):  # an interrupted run has none
+        tokens[budget] += length
+    return tuple(BudgetUse(budget, forwards[budget], tokens[budget]) for budget in sorted(forwards))
 
 
 def _summary(report: Generated, engine: Engine) -> str:
@@ -296,6 +341,11 @@ def _summary(report: Generated, engine: Engine) -> str:
         f"{' (end of sequence)' if report.stopped else ' (interrupted)' if report.interrupted else ''}: {report.target_forwards} forwards"
         + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),
     ]
+    if report.budget == "auto" and report.budgets:
+        lines.append("budgets: " + ", ".join(f"{use.budget} in {use.forwards} forwards" for use in report.budgets))
+    lines.append(f"rounds recorded{' and measured' if report.budget == 'auto' else ''} in {times.prepare:.2f} s")
+    if times.first_token is not None:
+        lines[-1] += f"; the first token came {times.first_token:.1f} s after the process began"
     if report.exact is not None:
         lines.append(f"same tokens and cache bits as plain decoding: {'yes' if report.exact else 'NO'}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Callable, Collection
 
 from kdgen.decode import Decoded
+from kdgen.startup import process_seconds
 from kdgen.tokenizer import TextStream, Tokenizer
 
 
@@ -26,6 +27,7 @@ class Live:
         self._parts: list[str] = []
         self.steps: list[tuple[int, ...]] = []
         self._times: list[float] = []
+        self.first_token: float | None = None  #: seconds from the process's start; None until it came, or where the system does not tell
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -39,6 +41,8 @@ class Live:
             self._show(self._stream.feed(token for token in tokens if token not in self._stops))
         else:
             self._show("".join(f" {token}" for token in tokens) if self.steps else " ".join(map(str, tokens)))
+        if not self.steps:
+            self.first_token = process_seconds()
         self.steps.append(tokens)
         self._times.append(time.perf_counter())
 

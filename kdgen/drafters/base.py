@@ -36,6 +36,13 @@ class DraftLogits:
     def depths(self) -> int:
         return int(self.logits.shape[0])
 
+    def log_probs(self, width: int) -> NDArray[np.float32]:
+        """Of each depth's ``width`` most probable tokens, float32 [depths, width], best first."""
+        ranked: NDArray[np.float64] = -np.sort(-self.logits.astype(np.float64), axis=1)
+        log_sum = ranked[:, :1] + np.log(np.exp(ranked - ranked[:, :1]).sum(axis=1, keepdims=True))
+        best: NDArray[np.float32] = (ranked[:, :width] - log_sum).astype(np.float32)
+        return best
+
 
 @dataclass(frozen=True)
 class BlockDraft:

@@ -8,11 +8,21 @@ import numpy as np
 
 from kdgen.drafters.base import Candidates, DraftLogits, from_lists, nothing
 from kdgen.errors import KdgenError
+from kdgen.plan.ir import MAX_PATH
 
 
 def _generator(seed: int, position: int) -> np.random.Generator:
     """Noise as a function of seed and position, so that a run can be repeated from any round."""
     return np.random.Generator(np.random.Philox(key=seed, counter=position))
+
+
+def wide_candidates(vocab_size: int, nodes: int) -> Candidates:
+    """Candidates drawn at random whose tree has ``nodes`` nodes below the root, some deep and some wide; to measure steps with."""
+    rng = np.random.default_rng(0)
+    depths, width = MAX_PATH // 2 - 1, min(vocab_size, max(8, (nodes + 1) // 4))
+    tokens = np.stack([rng.choice(vocab_size, width, replace=False) for _ in range(depths)]).astype(np.int32)
+    log_probs = -np.sort(rng.exponential(1.0, (depths, width)).astype(np.float32), axis=1)
+    return Candidates(tokens, log_probs)
 
 
 class RandomDrafter:

@@ -87,9 +87,21 @@ def test_json(model: Path) -> None:
     assert found["acceptance_lengths"] == [4, 4]
     assert found["target_forwards"] == 2
     assert found["exact"] is None
-    assert set(found["timings"]) == {"build", "load", "prefill", "decode"}
+    assert set(found["timings"]) == {"build", "load", "prefill", "prepare", "decode", "first_token"}
     assert all(seconds >= 0 for seconds in found["timings"].values())
     assert found["versions"]["kdgen"] == __version__
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "random"])
+def test_the_budget_may_be_chosen_by_cost(model: Path, draft: str) -> None:
+    options = ["--max-new-tokens", "14", "--draft", draft]
+    found = report(model, *options, "--budget", "auto", "--check-exact")
+    assert found["exact"] is True and found["tokens"] == report(model, *options)["tokens"]
+    assert found["budget"] == "auto"
+    assert sum(use["forwards"] for use in found["budgets"]) == (0 if draft == "none" else found["target_forwards"])
+    assert sum(use["tokens"] for use in found["budgets"]) == sum(found["acceptance_lengths"])
+    said = generate(model, *options, "--budget", "auto").stderr
+    assert "rounds recorded and measured in" in said and ("budgets: " in said) == (draft != "none")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -1,0 +1,96 @@
+"""The budget policy over traces: near the best fixed budget, whatever the drafter does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kdgen.budget import AutoBudget, FixedBudget, bucket_sums, budget_for
+from kdgen.reference.tree import build_tree
+from tests.budget_traces import COSTS, Trace, drawn, simulate, switching
+
+BUDGETS = (7, 15, 31, 63)
+#: Rounds that a policy may spend on learning what a drafter is worth, in times of the plain step.
+START = 30.0
+
+
+def check(trace: Trace, costs: dict[int, float]) -> None:
+    """Within 3 % of the best fixed budget, plain decoding among them, but for what learning costs at the start."""
+    best = min(simulate(FixedBudget(budget), trace, costs).seconds for budget in costs)
+    auto = simulate(AutoBudget(costs), trace, costs)
+    assert auto.tokens == len(trace)
+    assert auto.seconds <= 1.03 * best + START * costs[0], f"{auto.seconds / best:.3f} of the best fixed budget's time; {auto.used}"
+
+
+confidences = st.sampled_from([0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95])
+costs_of = st.sampled_from(sorted(COSTS)).map(COSTS.__getitem__)
+
+
+@given(claimed=confidences, true=confidences, costs=costs_of, seed=st.integers(0, 2**20))
+@example(claimed=0.95, true=0.05, costs=COSTS["experts"], seed=0)
+@example(claimed=0.05, true=0.95, costs=COSTS["experts"], seed=0)
+def test_any_steady_drafter(claimed: float, true: float, costs: dict[int, float], seed: int) -> None:
+    """It may claim more than it knows, or less."""
+    check(drawn(3000, claimed, true, seed), costs)
+
+
+@given(
+    phases=st.lists(st.tuples(confidences, confidences), min_size=2, max_size=3),
+    period=st.integers(16, 1000),
+    costs=costs_of,
+    seed=st.integers(0, 2**20),
+)
+@example(phases=[(0.85, 0.05), (0.85, 0.85)], period=20, costs=COSTS["experts"], seed=0)
+@example(phases=[(0.2, 0.05), (0.85, 0.85)], period=200, costs=COSTS["dense"], seed=0)
+@example(phases=[(0.9, 0.05), (0.3, 0.85)], period=30, costs=COSTS["dense"], seed=0)
+def test_a_drafter_that_keeps_changing(phases: list[tuple[float, float]], period: int, costs: dict[int, float], seed: int) -> None:
+    check(switching(4000, phases, period, seed), costs)
+
+
+def test_a_useless_drafter_costs_next_to_nothing() -> None:
+    for name, costs in COSTS.items():
+        for claimed in (0.05, 0.5, 0.95):
+            trace = drawn(2000, claimed, 0.0, 1)
+            auto = simulate(AutoBudget(costs), trace, costs)
+            assert auto.seconds <= 1.03 * len(trace) * costs[0], (name, claimed, auto.used)
+
+
+def test_a_perfect_drafter_gets_what_it_is_worth() -> None:
+    trace = drawn(2000, 0.95, 1.0, 1)
+    auto = simulate(AutoBudget(COSTS["dense"]), trace, COSTS["dense"])
+    assert auto.seconds < 0.3 * len(trace) * COSTS["dense"][0]
+
+
+@given(st.integers(0, 2**20), st.integers(1, 15), st.integers(1, 64), st.floats(0.1, 5))
+def test_buckets_are_those_of_the_tree(seed: int, depths: int, width: int, spread: float) -> None:
+    rows = np.random.default_rng(seed).standard_normal((depths, width)) * spread
+    rows = -np.sort(-(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))), axis=1).astype(np.float32)
+    tree = build_tree(np.zeros((depths, width), np.int64), rows, 63)
+    found, first = bucket_sums(rows, BUDGETS), 0
+    for budget, value in zip(BUDGETS, found, strict=True):
+        assert value == pytest.approx(np.exp(tree.log_probs[first:budget]).sum(), abs=1e-9)
+        first = budget
+
+
+def test_candidates_that_are_none_count_nothing() -> None:
+    nothing = np.full((3, 4), -np.inf, np.float32)
+    assert bucket_sums(nothing, BUDGETS) == [0, 0, 0, 0]
+    assert bucket_sums(np.zeros((0, 1), np.float32), BUDGETS) == [0, 0, 0, 0]
+    one = nothing.copy()
+    one[0, 0] = math.log(0.5)
+    assert bucket_sums(one, BUDGETS) == pytest.approx([0.5, 0, 0, 0])
+
+
+def test_one_budget_is_no_choice() -> None:
+    assert budget_for({0: 1.0}).choose() == budget_for({}).choose() == 0
+    assert budget_for({7: 1.0}).choose() == 7
+
+
+@pytest.mark.parametrize("costs", [{0: 1.0}, {7: 1.0, 15: 2.0}, {0: 0.0, 7: 1.0}, {0: math.nan, 7: 1.0}])
+def test_costs_that_are_none(costs: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="costs are seconds of budget 0 and of others"):
+        AutoBudget(costs)
