@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kdgen.backends.base import Launch, Pointer, Source
+from kdgen.backends.base import Launch, Pointer, Source, Work
 from kdgen.backends.cuda import CudaBackend
 from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
@@ -95,9 +95,9 @@ def read_bandwidth(backend: CudaBackend) -> float:
     return READ_MEGABYTES * 2**20 / seconds
 
 
-def _median(backend: CudaBackend, launches: Sequence[Launch], between: Callable[[], None] | None = None) -> float:
-    """Seconds of one replay of ``launches``; ``between`` restores state before each."""
-    replay = backend.record(launches)
+def _median(backend: CudaBackend, work: Sequence[Work], between: Callable[[], None] | None = None) -> float:
+    """Seconds of one replay of ``work``; ``between`` restores state before each."""
+    replay = backend.record(work)
     times = []
     for i in range(REPLAYS + 2):
         if between:
@@ -118,11 +118,11 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     else:
         engine.decode()
     engine.fill(context)
-    launches = engine.launches(program, rows, context + rows)
-    experts = _experts_hit(engine, backend, launches)
+    work = engine.work(program, rows, context + rows)
+    experts = _experts_hit(engine, backend, work)
     engine.fill(context)
-    seconds = _median(backend, launches, lambda: engine.fill_length(context))
-    times = _kernels(engine, backend, launches, rows, context, bandwidth) if kernels else ()
+    seconds = _median(backend, work, lambda: engine.fill_length(context))
+    times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
     floor = _step_bytes(engine, rows, context, experts) / bandwidth
     return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, times)
 
@@ -133,19 +133,19 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
     engine.fill(context)
     engine.verify(BlockDraft(rows - 1, rows), MAX_NODES - 1)
     engine.fill(context)
-    launches = engine.launches("draft", rows, context + rows)
-    seconds = _median(backend, launches)
-    times = _kernels(engine, backend, launches, rows, context, bandwidth) if kernels else ()
+    work = engine.work("draft", rows, context + rows)
+    seconds = _median(backend, work)
+    times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
     return StepTime("draft", rows, context, seconds * 1e6, _draft_bytes(engine, draft, context) / bandwidth * 1e6, 0, times)
 
 
 def _kernels(
-    engine: Engine, backend: CudaBackend, launches: Sequence[Launch], rows: int, context: int, bandwidth: float
+    engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
     """Each kernel of a step alone, over all the layers that it runs in."""
     times = []
     for kernel in engine.plan.kernels:
-        mine = [each for each in launches if each.kernel == kernel.name]
+        mine = [each for each in work if isinstance(each, Launch) and each.kernel == kernel.name]
         if mine and kernel.name not in STATEFUL:
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
             once = _median(backend, many) / len(many)
@@ -156,12 +156,12 @@ def _kernels(
     return tuple(times)
 
 
-def _experts_hit(engine: Engine, backend: CudaBackend, launches: Sequence[Launch]) -> int:
+def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> int:
     """Distinct experts of a step, summed over the layers."""
     hit = 0
-    for each in launches:
-        backend.launch(each.kernel, each.grid, each.block, each.smem, each.args)
-        if each.kernel == "moe_sort":
+    for each in work:
+        backend.start(each)
+        if isinstance(each, Launch) and each.kernel == "moe_sort":
             hit += int(engine.read("num_active")[0])
     return hit
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
+from kdgen.plan.programs import SAMPLED
 from kdgen.render import render
 from kdgen.rope import rope_tables
 from kdgen.sampling import GREEDY, Sampling
@@ -26,13 +27,30 @@ from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors, numpy_
 
 @dataclass(frozen=True)
 class _Step:
-    """A launch with its arguments resolved to device addresses."""
+    """A launch with its arguments resolved to device addresses; None stands for the step's token rows."""
 
     kernel: str
     grid: tuple[Extent, Extent, Extent]
     block: int
     smem: int
-    args: tuple[Argument, ...]
+    args: tuple[Argument | None, ...]
+
+    def at(self, tokens: int, context: int, sequences: int) -> Launch:
+        x, y, z = (extent.value(tokens, context, sequences) for extent in self.grid)
+        return Launch(self.kernel, (x, y, z), self.block, self.smem, tuple(tokens if arg is None else arg for arg in self.args))
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """A gather with its buffers resolved."""
+
+    name: str
+    source: Pointer
+    target: Pointer
+    row_bytes: int
+
+    def at(self, tokens: int, context: int, sequences: int) -> AllGather:
+        return AllGather(self.name, self.source, self.target, tokens * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -56,18 +74,14 @@ class Draft:
     budget: int
 
 
-def _grid(step: _Step, tokens: int, context: int, sequences: int) -> tuple[int, int, int]:
-    x, y, z = (extent.value(tokens, context, sequences) for extent in step.grid)
-    return x, y, z
-
-
 def _packed(weights: Tensors | PackedWeights) -> PackedWeights:
     return weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights)
 
 
 class Engine:
-    """One model on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
+    """One model, or a rank's part of it, on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
 
+    Engines of several ranks are called alike, each in its own process, and give the same tokens; their backends have joined before.
     A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
     layouts already, or give checkpoint tensors by key; ``draft_weights`` are the drafter's, where the plan has one (None: they are
     among ``weights``). ``progress`` is called with (bytes done, bytes in all) before the first weight and while they load. Raises
@@ -218,7 +232,7 @@ class Engine:
         return self.backend.to_host(self._buffers[buffer])
 
     def logits(self, rows: int) -> NDArray[np.float32]:
-        """The last step's logits, float32 [rows, vocab_size]."""
+        """The last step's logits, float32 [rows, vocab_size]; of a rank, those of its part of the vocabulary."""
         return self.read("logits")[:rows].astype(np.float32, copy=False)
 
     def has_nan(self) -> bool:
@@ -321,10 +335,10 @@ class Engine:
         """A plan buffer's memory."""
         return self._buffers[name]
 
-    def launches(
+    def work(
         self, program: str, tokens: int, context: int, sequences: int = 1, instead: Mapping[str, DeviceArray] | None = None
-    ) -> tuple[Launch, ...]:
-        """A program's launches for steps of at most ``tokens`` rows that see at most ``context`` keys.
+    ) -> tuple[Work, ...]:
+        """A program's launches and collectives for steps of at most ``tokens`` rows that see at most ``context`` keys.
 
         ``instead`` names buffers whose place another array takes.
         """
@@ -333,38 +347,47 @@ class Engine:
         def argument(arg: Argument) -> Argument:
             return Pointer(other[arg.array.handle], arg.offset) if isinstance(arg, Pointer) and arg.array.handle in other else arg
 
-        return tuple(
-            Launch(
-                step.kernel, _grid(step, tokens, context, sequences), step.block, step.smem,
-                tuple(map(argument, step.args)) if other else step.args,
-            )
-            for step in self._programs[program]
-        )  # fmt: skip
+        work = [step.at(tokens, context, sequences) for step in self._programs[program]]
+        if other:
+            work = [replace(each, args=tuple(map(argument, each.args))) if isinstance(each, Launch) else each for each in work]
+        return tuple(work)
+
+    def choosing(self, program: str, sequences: Sequence[int]) -> str:
+        """The version of ``program`` that chooses tokens as these sequences' sampling wants: one that draws, where it is another."""
+        drawing = program + SAMPLED
+        return drawing if drawing in self._programs and any(self._sampling[each].temperature for each in sequences) else program
 
     def _run(self, program: str, tokens: int, sequences: Sequence[int]) -> None:
         """Start a program. A step of a kind seen before is recorded, so that from then on the host starts it with one call."""
         context = self.backend.recorded_context(max(self._lengths[sequence] for sequence in sequences) + tokens)
+        program = self.choosing(program, sequences)
         kind = (program, tokens, context, len(sequences))
         if kind not in self._replays:
-            launches = self.launches(*kind)
+            work = self.work(*kind)
             if kind not in self._seen:
                 self._seen.add(kind)
-                for each in launches:
-                    self.backend.launch(each.kernel, each.grid, each.block, each.smem, each.args)
+                for each in work:
+                    self.backend.start(each)
                 return
-            self._replays[kind] = self.backend.record(launches)
+            self._replays[kind] = self.backend.record(work)
         self._replays[kind]()
 
-    def _resolve(self, program: Program) -> tuple[_Step, ...]:
-        kernels = {k.name: k for k in self.plan.kernels}
-        steps = []
+    def _resolve(self, program: Program) -> tuple[_Step | _Collective, ...]:
+        kernels, gathers = {k.name: k for k in self.plan.kernels}, {g.name: g for g in self.plan.gathers}
+        steps: list[_Step | _Collective] = []
         for launch, layer in program.launches():
+            if gather := gathers.get(launch.kernel):
+                source, target = Pointer(self._buffers[gather.source]), Pointer(self._buffers[gather.target])
+                steps.append(_Collective(gather.name, source, target, gather.row_bytes))
+                continue
             kernel = kernels[launch.kernel]
             args = tuple(self._argument(arg, layer) for arg in launch.args)
             steps.append(_Step(kernel.name, kernel.grid, kernel.block, kernel.smem, args))
         return tuple(steps)
 
-    def _argument(self, arg: Arg, layer: int) -> Argument:
+    def _argument(self, arg: Arg, layer: int) -> Argument | None:
+        if arg.kind == "rows":
+            return None
         if arg.kind == "int":
             return arg.value
         if arg.kind == "weight":

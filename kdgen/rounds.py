@@ -79,7 +79,7 @@ class Rounds:
         if block is None and self.budgets != (0,):
             raise KdgenError("rounds with draft trees need a block from a drafter; without one the budget is 0")
         self._shapes = {budget: self._shape(budget, block) for budget in self.budgets if block is not None and budget}
-        self._units: dict[tuple[int, int], Replay] = {}
+        self._units: dict[tuple[int, int, str], Replay] = {}
         results = ["root_token"]
         if block is not None:
             results += ["accepted_count", "accepted_nodes", "accepted_tokens", "candidate_log_probs"]
@@ -163,12 +163,13 @@ class Rounds:
     def _unit(self, budget: int) -> Replay:
         engine, rows = self.engine, max(budget + 1, self._rows)
         context = engine.backend.recorded_context(self._reach() + rows)
-        if (budget, context) not in self._units:
+        kind = (budget, context, engine.choosing("decode", [0]))
+        if kind not in self._units:
             if budget == 0:
-                launches = engine.launches("decode", 1, context)
+                work = engine.work(engine.choosing("decode", [0]), 1, context)
             else:
                 shape = {"draft_shape": self._shapes[budget]}
-                draft = engine.launches("draft", self._rows, context, instead=shape)
-                launches = (*draft, *engine.launches("verify", budget + 1, context, instead=shape))
-            self._units[budget, context] = engine.backend.record(launches)
-        return self._units[budget, context]
+                draft = engine.work("draft", self._rows, context, instead=shape)
+                work = (*draft, *engine.work(engine.choosing("verify", [0]), budget + 1, context, instead=shape))
+            self._units[kind] = engine.backend.record(work)
+        return self._units[kind]

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.errors import BackendError
 from kdgen.plan.ir import DType
+from kdgen.ranks import Group
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,18 @@ class Launch:
     args: tuple[Argument, ...]
 
 
-Replay = Callable[[], None]  #: starts the launches it was recorded from, in order
+@dataclass(frozen=True)
+class AllGather:
+    """A collective: ``nbytes`` of every rank's ``source`` go to every rank's ``target``, one rank after another."""
+
+    name: str
+    source: Pointer
+    target: Pointer
+    nbytes: int
+
+
+Work = Launch | AllGather  #: what a step consists of
+Replay = Callable[[], None]  #: starts the work it was recorded from, in order
 
 
 class Mailbox:
@@ -128,13 +141,31 @@ class Backend(ABC):
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
         """Start a loaded kernel. Raises BackendError naming the kernel when the launch is refused or (CPU) the kernel misbehaves."""
 
-    def record(self, launches: Sequence[Launch]) -> Replay:
-        """The launches as one unit that can be started many times. Raises BackendError as ``launch`` does."""
-        recorded = tuple(launches)
+    def join(self, group: Group) -> None:
+        """Become one of several ranks, whose backends all join; ``gather`` needs it.
+
+        Raises BackendError when this backend cannot share memory with the others'.
+        """
+        raise BackendError(f"{self.description} cannot be one of several ranks")
+
+    def gather(self, work: AllGather) -> None:
+        """Start a collective. Every rank starts the same ones in the same order. Raises BackendError when another rank is gone."""
+        raise BackendError(f"{work.name}: {self.description} has not joined other ranks")
+
+    def start(self, work: Work) -> None:
+        """Start a launch or a collective."""
+        if isinstance(work, AllGather):
+            self.gather(work)
+        else:
+            self.launch(work.kernel, work.grid, work.block, work.smem, work.args)
+
+    def record(self, work: Sequence[Work]) -> Replay:
+        """``work`` as one unit that can be started many times. Raises BackendError as ``launch`` and ``gather`` do."""
+        recorded = tuple(work)
 
         def replay() -> None:
             for each in recorded:
-                self.launch(each.kernel, each.grid, each.block, each.smem, each.args)
+                self.start(each)
 
         return replay
 

@@ -24,11 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.backends import host_compiler, line_table
-from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer, Source
 from kdgen.backends.host_compiler import HostCompiler
+from kdgen.backends.shared import SharedGather, bind
 from kdgen.cache import Cache
 from kdgen.errors import BackendError, CompileError
 from kdgen.plan.ir import ITEM_BYTES, DType
+from kdgen.ranks import Group
 from kdgen.resources import templates_dir
 
 Mode = Literal["plain", "shuffled", "checker"]
@@ -125,6 +127,7 @@ class _Runtime:
         self._host_wrote = library.emu_host_wrote
         self._host_wrote.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._host_wrote.restype = None
+        self.signal, self.wait = bind(library)
 
     def launch(self, launch: _Launch) -> int:
         return int(self._launch(ctypes.addressof(launch)))
@@ -187,6 +190,7 @@ class CpuBackend(Backend):
         self._os_threads = min(wanted, MAX_OS_THREADS) if mode == "plain" else 1
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
+        self._shared: SharedGather | None = None
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -240,6 +244,25 @@ class CpuBackend(Backend):
 
     def synchronize(self) -> None:
         """Nothing to wait for: a launch returns when it has ended."""
+
+    # ---- ranks ------------------------------------------------------------
+
+    def join(self, group: Group) -> None:
+        """The others are processes of this host. They share its OS threads."""
+        self._os_threads = max(1, self._os_threads // group.ranks)
+        self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
+
+    def gather(self, work: AllGather) -> None:
+        if self._shared is None:
+            return super().gather(work)
+        source, target = (_view(pointer.array)[pointer.offset :] for pointer in (work.source, work.target))
+        ranks = self._shared.ranks
+        if work.nbytes > len(source) or work.nbytes * ranks > len(target):
+            sizes = f"{_describe(work.source.array)} to {_describe(work.target.array)}"
+            raise BackendError(f"{work.name}: {work.nbytes} bytes of {ranks} ranks do not fit {sizes}")
+        self._shared.run(source[: work.nbytes], target[: work.nbytes * ranks], work.name)
+        if self.mode == "checker":
+            self._runtime.host_wrote(work.target.array.address + work.target.offset, work.nbytes * ranks)
 
     # ---- memory -----------------------------------------------------------
 

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source, Work
 from kdgen.cache import Cache
 from kdgen.compile import Cubin, compile_all
 from kdgen.errors import BackendError
@@ -203,17 +203,20 @@ class CudaBackend(Backend):
         config = LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem, programmatic_stream_serialization=overlap)
         launch(where, config, loaded, *map(_scalar, each.args))
 
-    def record(self, launches: Sequence[Launch]) -> Replay:
+    def record(self, work: Sequence[Work]) -> Replay:
         """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""
-        kernels = dict.fromkeys(each.kernel for each in launches)
+        kernels = dict.fromkeys(each.kernel for each in work if isinstance(each, Launch))
         names = ", ".join(kernels)
         with self._reporting(f"recording kernels {names}"):
             for name in kernels:
                 self._bring_in(name)
             builder = self._launch_stream.create_graph_builder()
             builder.begin_building()
-            for each in launches:
-                self._start(builder, each)
+            for each in work:
+                if isinstance(each, Launch):
+                    self._start(builder, each)
+                else:
+                    self.gather(each)
             graph = builder.end_building().complete()
             graph.upload(self._launch_stream)
 

@@ -6,7 +6,8 @@ from kdgen.errors import KdgenError
 from kdgen.plan import draft
 from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.kernels import Catalogue, mma_obstacles, mode_of
-from kdgen.plan.programs import buffers, programs
+from kdgen.plan.programs import buffers, gathers, programs
+from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of
 from kdgen.plan.weights import weights
 from kdgen.spec import Spec
 
@@ -16,25 +17,34 @@ def default_compute(spec: Spec) -> Compute:
     return "bf16" if spec.dtype == "bfloat16" and not mma_obstacles(spec) else "f32"
 
 
-def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None = None) -> Plan:
-    """The plan for ``spec``; ``compute`` None takes the spec's default.
+def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None = None, shard: Shard = WHOLE) -> Plan:
+    """The plan for ``spec``, or for the part of it that ``shard`` says; ``compute`` None takes the spec's default.
 
-    Raises KdgenError when ``compute`` is bf16 and the dims rule tensor cores out, naming the dims, or when ``limits`` are impossible.
+    Raises KdgenError when ``compute`` is bf16 and the dims rule tensor cores out, naming the dims, when the ranks of ``shard`` cannot
+    share the model evenly, or when ``limits`` are impossible.
     """
+    check_shard(spec, shard)
     limits = limits or Limits(max_context=min(Limits().max_context, spec.max_position_embeddings))
     if limits.max_context > spec.max_position_embeddings:
         raise KdgenError(f"{spec.name}: a context of {limits.max_context} exceeds max_position_embeddings {spec.max_position_embeddings}")
     if min(limits.max_context, limits.max_tokens, limits.max_sequences) < 1:
         raise KdgenError(f"{spec.name}: context, tokens and sequences must be at least 1")
-    default = default_compute(spec)
+    part = part_of(spec, shard.ranks)
+    default = default_compute(part)
     compute = compute or default
-    obstacles = mma_obstacles(spec)
+    obstacles = mma_obstacles(part)
     if compute == "bf16" and obstacles:
         raise KdgenError(f"{spec.name}: bf16 compute needs tensor-core shapes, but {'; '.join(obstacles)}. Use --dtype f32.")
     mode = mode_of(spec, compute)
     notes = [f"{compute} path: {'tensor cores (mma.sync m16n8k16)' if compute == 'bf16' else 'generic float32, any dims'}"]
     if obstacles:
         notes.append("no tensor-core path: " + "; ".join(obstacles))
+    if not shard.whole:
+        notes.append(
+            f"{shard.ranks} ranks share heads, MLPs, every expert and the vocabulary; norms, latents, router and cache are on each"
+        )
+        if spec.draft is not None:
+            notes.append("the drafter is on each rank, whole")
     notes.append("one plan for every target: no block uses more than 99 KiB of shared memory")
     if spec.draft is not None:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
@@ -44,10 +54,12 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=Catalogue(spec, mode).all() + draft.kernels(spec, compute),
-        weights=weights(spec, mode),
+        kernels=Catalogue(spec, mode, shard.ranks).all() + draft.kernels(spec, compute),
+        weights=weights(spec, mode, shard),
         draft_weights=draft.weights(spec, compute),
-        buffers=buffers(spec, mode, limits) + draft.buffers(spec, mode, limits),
-        programs=draft.programs(programs(spec, mode, limits), spec, limits),
+        buffers=buffers(spec, mode, limits, shard) + draft.buffers(spec, mode, limits),
+        programs=draft.programs(programs(spec, mode, limits, shard), spec, limits, shard),
         notes=tuple(notes),
+        shard=shard,
+        gathers=gathers(spec, shard),
     )

@@ -16,7 +16,8 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.plan import ir, params
 from kdgen.plan.ir import MAX_PATH, ONE, Arg, Buffer, Compute, Cost, DType, Extent, Kernel, Launch, Limits, Program, Stage, Weight
 from kdgen.plan.kernels import ROW_EXTENT, Catalogue, Linear, Mode, block_for, mode_of
-from kdgen.plan.programs import buffer, integer, launch, layer_weight, weight
+from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, weight
+from kdgen.plan.shard import Shard, part_of
 from kdgen.plan.weights import stored_bytes
 from kdgen.spec import Spec
 
@@ -230,7 +231,7 @@ def _max_splits(draft: DraftSpec, limits: Limits) -> int:
     return -(-limits.capacity // split_keys(draft))
 
 
-def programs(target: tuple[Program, ...], spec: Spec, limits: Limits) -> tuple[Program, ...]:
+def programs(target: tuple[Program, ...], spec: Spec, limits: Limits, shard: Shard) -> tuple[Program, ...]:
     """The target's programs with what the drafter adds to them, and ``draft``, which proposes candidates for the step's sequences."""
     if spec.draft is None:
         return target
@@ -238,9 +239,9 @@ def programs(target: tuple[Program, ...], spec: Spec, limits: Limits) -> tuple[P
     for program in target:
         captured = tuple(itertools.chain.from_iterable(_captured(stage, spec.draft) for stage in program.stages))
         forwards = captured != program.stages
-        context = context_stages(spec.draft, limits, from_tree=program.name == "verify") if forwards else ()
+        context = context_stages(spec.draft, limits, from_tree=program.name.startswith("verify")) if forwards else ()
         extended.append(replace(program, stages=captured + context))
-    return (*extended, Program("draft", _draft_stages(spec.draft, limits)))
+    return (*extended, Program("draft", _draft_stages(spec, spec.draft, limits, shard)))
 
 
 def _named(names: str) -> tuple[Arg, ...]:
@@ -291,7 +292,7 @@ def _norm(gain: Arg, count: str = "num_tokens") -> Launch:
     return launch("draft_norm", *_named(f"{count} residual"), gain, buffer("hidden"))
 
 
-def _draft_stages(draft: DraftSpec, limits: Limits) -> tuple[Stage, ...]:
+def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard) -> tuple[Stage, ...]:
     """One pass over the blocks of the step's sequences, up to the candidates of each depth. Row 0, the root's own, proposes nothing.
 
     Its rows stand where the verify step's will.
@@ -299,11 +300,12 @@ def _draft_stages(draft: DraftSpec, limits: Limits) -> tuple[Stage, ...]:
     step, rows = "step_count step_sequence draft_begin sequence_length", "num_tokens row_sequence row_position"
     begin = (
         launch("draft_block", *_named(f"{step} root_token num_tokens tokens row_sequence row_position row_last")),
-        launch("embed", *_named("num_tokens tokens"), weight("embed_tokens"), buffer("residual")),
+        *embedding(part_of(spec, shard.ranks), shard),
     )
     end = (
         _norm(weight("draft_final_norm")),
-        launch("lm_head", *_named("num_tokens hidden"), weight("lm_head"), buffer("draft_logits")),
+        launch("lm_head", *_named("num_tokens hidden"), weight("lm_head"), buffer("draft_logits" if shard.whole else "logits")),
+        *(() if shard.whole else joined_logits("draft_logits")),
         launch("top_k", *_named("step_count draft_shape draft_logits candidate_tokens candidate_log_probs")),
     )
     splits, capacity = integer(_max_splits(draft, limits)), integer(limits.capacity)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kdgen.draft_spec import MAX_BLOCK
+from kdgen.plan.shard import WHOLE, Shard
 
 DType = Literal["f32", "bf16", "i32", "f64", "u8"]
 Compute = Literal["f32", "bf16"]  #: the type of activations and cache rows; sums are float32 in both
@@ -80,7 +81,7 @@ class Kernel:
     summary: str
 
 
-ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int"]
+ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Arg:
 
     ``buffer``/``weight``: pointer to the named tensor. ``layer_buffer``: pointer to the named buffer's slice for the
     current layer (its leading dimension). ``layer_weight``: pointer to weight ``layers.<current layer>.<name>``.
-    ``int``: the int32 ``value``.
+    ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds them (an int32).
     """
 
     kind: ArgKind
@@ -99,8 +100,23 @@ class Arg:
 
 @dataclass(frozen=True)
 class Launch:
+    """A kernel with its arguments, or a ``Gather`` by its name, which has none."""
+
     kernel: str
     args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A collective: the first rows of every rank's ``source``, one rank after another, go to every rank's ``target``.
+
+    As many rows as the step has at most, ``row_bytes`` each.
+    """
+
+    name: str
+    source: str
+    target: str
+    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -145,12 +161,22 @@ Layout = Literal["row_major", "k_major", "mma_a", "int4_k_major", "int4_mma_a"]
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of ``count`` equal parts of a matrix: its rows (outputs; ``axis`` 0) or its columns (inputs; 1)."""
+
+    axis: Literal[0, 1]
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Weight:
     """A device tensor made from checkpoint tensors.
 
     With ``layers`` = (first, stop) there is one such tensor a layer, called ``layers.<i>.<name>``.
     ``logical`` is (batch, rows, cols): ``rows`` outputs, ``cols`` inputs; batch counts heads or experts (1 otherwise).
     ``sources`` are checkpoint keys (without a ``language_model.`` prefix); ``{i}`` stands for the layer, ``{e}`` for each expert.
+    ``part`` is what a rank takes of each source; None: all of it. ``logical`` is what it has then.
     ``gate_up_tile`` is how many gate rows precede their up rows in the interleaving of ``gate_up`` assemblies.
     ``stored_bytes`` is the packed size, padding included.
     """
@@ -165,6 +191,7 @@ class Weight:
     layers: tuple[int, int] | None = None
     gate_up_tile: int = 0
     group_size: int = 0
+    part: Part | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -202,8 +229,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything later stages need, for one spec and one compute dtype.
+    """Everything later stages need, for one spec and one compute dtype, on one of the ranks that run it together.
 
+    Plans of several ranks have the same kernels and programs, and differ in their weights and in which tokens are theirs.
     ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
     """
 
@@ -218,6 +246,8 @@ class Plan:
     buffers: tuple[Buffer, ...]
     programs: tuple[Program, ...]
     notes: tuple[str, ...]
+    shard: Shard = WHOLE
+    gathers: tuple[Gather, ...] = ()
 
     @property
     def is_default(self) -> bool:
@@ -227,6 +257,10 @@ class Plan:
     def directory(self) -> str:
         """The folder under ``generated/``."""
         return self.spec_name if self.is_default else f"{self.spec_name}-{self.compute}"
+
+    @property
+    def all_weights(self) -> tuple[Weight, ...]:
+        return (*self.weights, *self.draft_weights)
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

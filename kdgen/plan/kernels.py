@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
+from kdgen.plan.shard import part_of
 from kdgen.spec import LORA_NORM_EPS, Spec
 
 #: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
@@ -136,10 +137,11 @@ class Linear:
 
 
 class Catalogue:
-    """Builds the kernels of one spec in one mode."""
+    """Builds the kernels of one spec in one mode, for one of ``ranks`` ranks: ``spec`` then is its part, ``whole`` the model."""
 
-    def __init__(self, spec: Spec, mode: Mode) -> None:
-        self.spec = spec
+    def __init__(self, whole: Spec, mode: Mode, ranks: int = 1) -> None:
+        spec = part_of(whole, ranks)
+        self.whole, self.spec, self.ranks = whole, spec, ranks
         self.mode = mode
         self.fast = mode.compute == "bf16"
         self.split = split_keys(spec, mode.compute)
@@ -161,6 +163,8 @@ class Catalogue:
                 found += [self._linear(layer) for layer in self.swiglu("shared_", spec.shared_intermediate_size)]
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
         found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
+        if self.ranks > 1:
+            found += self._joins()
         found += [self._tree_accept(), self._kv_compact(), self._top_k()]
         return tuple(found)
 
@@ -195,17 +199,25 @@ class Catalogue:
             "w_uv_absorb", "per head, attention output out of the latent space", s.v_head_dim, s.kv_lora_rank, batch=heads,
             x_batch_stride=s.kv_lora_rank, y_batch_stride=s.v_head_dim,
         )  # fmt: skip
-        o_proj = Linear(
-            "o_proj", "attention output added to the residual", s.hidden_size, heads * s.v_head_dim, bias=s.attention_bias, accumulate=True
-        )
-        return (*first, absorb, values, o_proj)
+        o_proj = Linear("o_proj", "attention output added to the residual", s.hidden_size, heads * s.v_head_dim, bias=s.attention_bias)
+        return (*first, absorb, values, self._into_residual(o_proj))
 
     def swiglu(self, prefix: str, width: int) -> tuple[Linear, Linear]:
         """gate_up (with SiLU) and down of a dense or shared MLP."""
         h = self.spec.hidden_size
+        down = Linear(f"{prefix}down_proj", "MLP output added to the residual", h, width)
+        joins = self.ranks > 1 and prefix == "shared_"  # what the routed experts gave is there already
         return (
             Linear(f"{prefix}gate_up_proj", "SwiGLU: silu(gate) * up", 2 * width, h, gated=True),
-            Linear(f"{prefix}down_proj", "MLP output added to the residual", h, width, accumulate=True),
+            replace(down, summary="shared experts' part of the MLP output", accumulate=True) if joins else self._into_residual(down),
+        )
+
+    def _into_residual(self, layer: Linear) -> Linear:
+        """``layer``, whose outputs belong to the residual: added to it, or left for the sum over ranks, which adds the bias as well."""
+        if self.ranks == 1:
+            return replace(layer, accumulate=True)
+        return replace(
+            layer, summary=f"a rank's part of the {layer.summary.removesuffix(' added to the residual')}", bias=False, out_float=True
         )
 
     # ---- dense layers -----------------------------------------------------------------------------------------------
@@ -375,7 +387,7 @@ class Catalogue:
     def _moe_combine(self) -> Kernel:
         s = self.spec
         block = block_for(s.hidden_size)
-        p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, block)
+        p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, self.ranks == 1, block)
         cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
         grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
         return Kernel("moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts")
@@ -384,26 +396,54 @@ class Catalogue:
 
     def _embed(self) -> Kernel:
         s, block = self.spec, block_for(self.spec.hidden_size)
-        p = params.Embed("embed", s.hidden_size, "float" if s.dtype == "float32" else "bf16", block)
+        weight: params.CType = "float" if s.dtype == "float32" else "bf16"
+        p = params.Embed("embed", s.hidden_size, weight, s.vocab_size, self.ranks > 1, block)
         cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)), 0)
         return Kernel("embed", "embed.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "token embedding into the residual")
 
     def _argmax(self) -> Kernel:
         vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
-        p = params.Argmax("argmax", vocab, block)
+        p = params.Argmax("argmax", vocab, self.ranks > 1, block)
         return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
 
     def _sample(self) -> Kernel:
-        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
+        vocab, block = self.whole.vocab_size, block_for(self.whole.vocab_size // 4, 1024)
         p = params.Sample("sample", vocab, block)
         cost = Cost(0, 40, 0)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
         return Kernel("sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature")
 
     def _top_k(self) -> Kernel:
-        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
+        vocab, block = self.whole.vocab_size, block_for(self.whole.vocab_size // 4, 1024)
         p = params.TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, block, blocks_per_sm=1)
         cost = Cost(0, 2 * vocab * 4, 4 * vocab)
         return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, SEQUENCE_EXTENT, ONE), 0, cost, "candidates of each draft row")
+
+    # ---- what the ranks have, put together --------------------------------------------------------------------------
+
+    def _joins(self) -> list[Kernel]:
+        """Sums, choices and logits of all ranks. A bias that belongs to a sum over ranks is added there, once."""
+        found = [self._rank_sum("rank_sum", bias=False)]
+        if self.spec.attention_bias:
+            found.append(self._rank_sum("rank_sum_bias", bias=True))
+        return [*found, self._rank_choice(), self._rank_logits()]
+
+    def _rank_sum(self, name: str, bias: bool) -> Kernel:
+        width, block = self.spec.hidden_size, block_for(self.spec.hidden_size)
+        p = params.RankSum(name, width, self.ranks, bias, block)
+        cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2), width * self.ranks)
+        grid = (ROW_EXTENT, Extent(-(-width // block)), ONE)
+        return Kernel(name, "rank_sum.cu.j2", p, block, grid, 0, cost, "the ranks' partial results added to the residual")
+
+    def _rank_choice(self) -> Kernel:
+        p = params.RankChoice("rank_choice", self.whole.vocab_size, self.ranks, 32)
+        cost = Cost(0, 8 * self.ranks + 4, self.ranks)
+        return Kernel("rank_choice", "rank_choice.cu.j2", p, 32, (Extent(per_tokens=32), ONE, ONE), 0, cost, "greedy choice over the ranks")
+
+    def _rank_logits(self) -> Kernel:
+        vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size)
+        p = params.RankLogits("rank_logits", vocab, self.ranks, block)
+        grid = (ROW_EXTENT, Extent(-(-vocab // block)), Extent(self.ranks))
+        return Kernel("rank_logits", "rank_logits.cu.j2", p, block, grid, 0, Cost(0, 8 * vocab * self.ranks), "the ranks' logits as rows")
 
     def _chain_rows(self) -> Kernel:
         p = params.ChainRows("chain_rows", 64)

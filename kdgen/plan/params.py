@@ -17,6 +17,8 @@ class Embed:
     name: str
     hidden: int
     weight: CType
+    rows: int
+    sharded: bool
     block: int
 
 
@@ -197,6 +199,7 @@ class MoeCombine:
     name: str
     hidden: int
     top_k: int
+    accumulate: bool
     block: int
 
 
@@ -204,6 +207,7 @@ class MoeCombine:
 class Argmax:
     name: str
     vocab: int
+    sharded: bool
     block: int
 
 
@@ -264,6 +268,34 @@ class KvCompact:
     row: int
     max_path: int
     act: CType
+    block: int
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankSum:
+    name: str
+    width: int
+    ranks: int
+    bias: bool
+    block: int
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    name: str
+    vocab: int
+    ranks: int
+    block: int
+
+
+@dataclass(frozen=True)
+class RankLogits:
+    name: str
+    vocab: int
+    ranks: int
     block: int
 
 

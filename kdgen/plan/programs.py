@@ -1,14 +1,21 @@
-"""Buffers, and the programs that run over them: ordered launches for prefill, decode, verify and the draft's top-k."""
+"""Buffers, and the programs that run over them: ordered launches for prefill, decode, verify and the draft's top-k.
+
+With several ranks, what a rank cannot know alone goes through a gather and a kernel that joins the ranks' parts in their order: the
+embedding, each layer's attention and MLP outputs, and the best token. Whole rows of logits are gathered only by the programs for
+sampling, which are named ``<program>_sampled``.
+"""
 
 from __future__ import annotations
 
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Launch, Limits, Program, Stage
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
 from kdgen.plan.kernels import Mode, split_keys
+from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
 
-def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
+def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buffer, ...]:
     """Device memory other than weights, sized for ``limits``."""
+    spec = part_of(whole, shard.ranks)
     rows, heads, sequences = limits.max_rows, spec.num_attention_heads, limits.max_sequences
     act: DType = "bf16" if mode.compute == "bf16" else "f32"
     splits = max_splits(spec, mode, limits)
@@ -35,7 +42,7 @@ def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
         state("step_sequence", "i32", sequences),
         state("step_begin", "i32", sequences + 1),
         state("draft_shape", "i32", sequences, 4),
-        state("draft_logits", "f32", sequences, MAX_PATH, spec.vocab_size),
+        state("draft_logits", "f32", sequences, MAX_PATH, whole.vocab_size),
         state("candidate_tokens", "i32", sequences, MAX_PATH, MAX_CANDIDATES),
         state("candidate_log_probs", "f32", sequences, MAX_PATH, MAX_CANDIDATES),
         state("tree_size", "i32", sequences),
@@ -85,28 +92,71 @@ def buffers(spec: Spec, mode: Mode, limits: Limits) -> tuple[Buffer, ...]:
         ]
         if spec.shared_intermediate_size:
             found.append(work("shared_mlp", act, rows, spec.shared_intermediate_size))
+    if not shard.whole:
+        found += [
+            work("attention_part", "f32", rows, spec.hidden_size),
+            work("mlp_part", "f32", rows, spec.hidden_size),
+            work("parts", "f32", shard.ranks, rows, spec.hidden_size),
+            work("choice", "i32", rows, 2),
+            work("choices", "i32", shard.ranks, rows, 2),
+            work("logits_parts", "f32", shard.ranks, rows, spec.vocab_size),
+            work("whole_logits", "f32", rows, whole.vocab_size),
+        ]
     return tuple(found)
+
+
+def gathers(whole: Spec, shard: Shard) -> tuple[Gather, ...]:
+    """The collectives of several ranks."""
+    if shard.whole:
+        return ()
+    spec = part_of(whole, shard.ranks)
+    return (
+        Gather("gather_attention", "attention_part", "parts", 4 * spec.hidden_size),
+        Gather("gather_mlp", "mlp_part", "parts", 4 * spec.hidden_size),
+        Gather("gather_choice", "choice", "choices", 8),
+        Gather("gather_logits", "logits", "logits_parts", 4 * spec.vocab_size),
+    )
 
 
 def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
     return -(-limits.capacity // split_keys(spec, mode.compute))
 
 
-def programs(spec: Spec, mode: Mode, limits: Limits) -> tuple[Program, ...]:
+def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Program, ...]:
     """Every program. ``prefill`` takes tokens that the host wrote, ``decode`` the sequences' root tokens, ``verify`` drafted trees."""
-    choose = (
-        launch("argmax", *_buffers("num_tokens logits next_token")),
-        launch("sample", *_buffers("num_tokens logits row_sequence row_position temperature top_k top_p min_p seed next_token")),
-    )
+    spec = part_of(whole, shard.ranks)
     advance = launch("advance", *_buffers("step_count step_sequence step_begin next_token sequence_length root_token"))
     top_k = launch("top_k", *_buffers("step_count draft_shape draft_logits candidate_tokens candidate_log_probs"))
-    forward = _forward(spec, mode, limits)
-    return (
-        Program("prefill", (Stage((_chain_rows(from_root=False),)), *forward, Stage((*choose, advance)))),
-        Program("decode", (Stage((_chain_rows(from_root=True),)), *forward, Stage((*choose, advance)))),
-        Program("verify", (Stage(_tree_launches()), *forward, Stage((*choose, *_commit_launches(limits))))),
-        Program("draft_top_k", (Stage((top_k,)),)),
+    forward = _forward(spec, mode, limits, shard)
+    found = []
+    for suffix, choose in _choices(spec, shard):
+        found += [
+            Program(f"prefill{suffix}", (Stage((_chain_rows(from_root=False),)), *forward, Stage((*choose, advance)))),
+            Program(f"decode{suffix}", (Stage((_chain_rows(from_root=True),)), *forward, Stage((*choose, advance)))),
+            Program(f"verify{suffix}", (Stage(_tree_launches()), *forward, Stage((*choose, *_commit_launches(limits))))),
+        ]
+    return (*found, Program("draft_top_k", (Stage((top_k,)),)))
+
+
+def _choices(spec: Spec, shard: Shard) -> tuple[tuple[str, tuple[Launch, ...]], ...]:
+    """How a step's next tokens are chosen, by the suffix of its program's name: one way for one rank, two for several."""
+    drawn = "row_sequence row_position temperature top_k top_p min_p seed next_token"
+    if shard.whole:
+        return (
+            ("", (launch("argmax", *_buffers("num_tokens logits next_token")), launch("sample", *_buffers(f"num_tokens logits {drawn}")))),
+        )
+    greedy = (
+        launch("argmax", *_buffers("num_tokens logits"), integer(shard.rank * spec.vocab_size), buffer("choice")),
+        launch("gather_choice"),
+        launch("rank_choice", *_buffers("num_tokens choices"), ROWS, buffer("next_token")),
     )
+    sampled = (*joined_logits("whole_logits"), launch("sample", *_buffers(f"num_tokens whole_logits {drawn}")))
+    return ("", greedy), (SAMPLED, (*greedy, *sampled))
+
+
+def joined_logits(target: str) -> tuple[Launch, ...]:
+    """The ranks' logits as whole rows in the buffer ``target``."""
+    return launch("gather_logits"), launch("rank_logits", *_buffers("num_tokens logits_parts"), ROWS, buffer(target))
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -133,6 +183,8 @@ def integer(value: int) -> Arg:
 
 
 KV_CACHE = Arg("layer_buffer", "kv_cache")
+ROWS = Arg("rows")
+SAMPLED = "_sampled"  #: suffix of the programs that draw tokens, where those that do not are programs of their own
 
 
 def _buffers(names: str) -> tuple[Arg, ...]:
@@ -169,17 +221,32 @@ def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _forward(spec: Spec, mode: Mode, limits: Limits) -> tuple[Stage, ...]:
-    attention = _attention(spec, mode, limits)
+def _forward(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Stage, ...]:
+    attention = _attention(spec, mode, limits, shard)
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
-    stages = [Stage((launch("embed", *_buffers("num_tokens tokens"), weight("embed_tokens"), buffer("residual")),))]
+    stages = [Stage(embedding(spec, shard))]
     if dense:
-        stages.append(Stage((*attention, *_dense_mlp()), (0, dense)))
+        stages.append(Stage((*attention, *_dense_mlp(shard)), (0, dense)))
     if spec.has_moe:
-        stages.append(Stage((*attention, *_moe(spec)), moe))
+        stages.append(Stage((*attention, *_moe(spec, shard)), moe))
     head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
     stages.append(Stage((_norm(weight("norm")), head)))
     return tuple(stages)
+
+
+def embedding(spec: Spec, shard: Shard) -> tuple[Launch, ...]:
+    """The step's tokens into the residual. ``spec`` is a rank's part."""
+    start = (*_buffers("num_tokens tokens"), weight("embed_tokens"))
+    if shard.whole:
+        return (launch("embed", *start, buffer("residual")),)
+    return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *_summed("mlp")
+
+
+def _summed(what: str, bias: Arg | None = None) -> tuple[Launch, ...]:
+    """The ranks' parts of ``what`` into the residual."""
+    extra = (bias,) if bias else ()
+    join = launch("rank_sum_bias" if bias else "rank_sum", *_buffers("num_tokens parts"), ROWS, *extra, buffer("residual"))
+    return launch(f"gather_{what}"), join
 
 
 def _norm(gain: Arg) -> Launch:
@@ -191,7 +258,7 @@ def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
     return launch(name, *_buffers(f"num_tokens {x}"), layer_weight(name), *extra, buffer(y))
 
 
-def _attention(spec: Spec, mode: Mode, limits: Limits) -> tuple[Launch, ...]:
+def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     capacity, splits = integer(limits.capacity), integer(max_splits(spec, mode, limits))
     if spec.q_lora_rank is None:
         queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
@@ -210,18 +277,26 @@ def _attention(spec: Spec, mode: Mode, limits: Limits) -> tuple[Launch, ...]:
         *_buffers("split_values split_max split_sum"), capacity, splits,
     )  # fmt: skip
     combine = launch("mla_combine", *_buffers("num_tokens row_position split_values split_max split_sum latent"), splits)
+    out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias),)
+    if not shard.whole:
+        bias = layer_weight("o_proj_bias") if spec.attention_bias else None
+        out = (_linear("o_proj", "attention", "attention_part"), *_summed("attention", bias))
     return (
         _norm(layer_weight("input_layernorm")), *queries, rope, _linear("w_uk_absorb", "q", "query"), attend, combine,
-        _linear("w_uv_absorb", "latent", "attention"), _linear("o_proj", "attention", "residual", spec.attention_bias),
-        _norm(layer_weight("post_attention_layernorm")),
+        _linear("w_uv_absorb", "latent", "attention"), *out, _norm(layer_weight("post_attention_layernorm")),
     )  # fmt: skip
 
 
-def _dense_mlp() -> tuple[Launch, ...]:
-    return _linear("gate_up_proj", "hidden", "mlp"), _linear("down_proj", "mlp", "residual")
+def _dense_mlp(shard: Shard) -> tuple[Launch, ...]:
+    gate_up = _linear("gate_up_proj", "hidden", "mlp")
+    if shard.whole:
+        return gate_up, _linear("down_proj", "mlp", "residual")
+    return gate_up, _linear("down_proj", "mlp", "mlp_part"), *_summed("mlp")
 
 
-def _moe(spec: Spec) -> tuple[Launch, ...]:
+def _moe(spec: Spec, shard: Shard) -> tuple[Launch, ...]:
+    target = "residual" if shard.whole else "mlp_part"
+    joined = () if shard.whole else _summed("mlp")
     bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
     lists = _buffers("num_active active_expert active_begin active_end assignments")
     routed = (
@@ -230,8 +305,9 @@ def _moe(spec: Spec) -> tuple[Launch, ...]:
         launch("moe_sort", *_buffers("num_tokens topk_experts"), *lists),
         launch("experts_gate_up", *lists, buffer("hidden"), layer_weight("experts_gate_up"), buffer("expert_mlp")),
         launch("experts_down", *lists, buffer("expert_mlp"), layer_weight("experts_down"), buffer("expert_output")),
-        launch("moe_combine", *_buffers("num_tokens topk_weights expert_output residual")),
+        launch("moe_combine", *_buffers(f"num_tokens topk_weights expert_output {target}")),
     )
     if not spec.shared_intermediate_size:
-        return routed
-    return *routed, _linear("shared_gate_up_proj", "hidden", "shared_mlp"), _linear("shared_down_proj", "shared_mlp", "residual")
+        return *routed, *joined
+    shared = _linear("shared_gate_up_proj", "hidden", "shared_mlp"), _linear("shared_down_proj", "shared_mlp", target)
+    return *routed, *shared, *joined

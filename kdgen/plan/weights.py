@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Weight
+from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Part, Weight
 from kdgen.plan.kernels import Mode
+from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
 
@@ -19,8 +20,10 @@ def stored_bytes(layout: Layout, dtype: DType, logical: tuple[int, int, int], gr
     return batch * rows * cols * ITEM_BYTES[dtype]
 
 
-def weights(spec: Spec, mode: Mode) -> tuple[Weight, ...]:
-    """Every device tensor of ``spec`` in ``mode``."""
+def weights(whole: Spec, mode: Mode, shard: Shard) -> tuple[Weight, ...]:
+    """Every device tensor of a rank's part of ``whole`` in ``mode``."""
+    spec = part_of(whole, shard.ranks)
+    rows_part, cols_part = (None, None) if shard.whole else (Part(0, shard.rank, shard.ranks), Part(1, shard.rank, shard.ranks))
     fast = mode.compute == "bf16"
     matrix_layout: Layout = "mma_a" if fast else "k_major"
     matrix_dtype: DType = "f32" if mode.weight == "float" else "bf16"
@@ -30,29 +33,35 @@ def weights(spec: Spec, mode: Mode) -> tuple[Weight, ...]:
 
     def add(
         name: str, assembly: Assembly, layout: Layout, dtype: DType, logical: tuple[int, int, int], *sources: str,
-        layers: tuple[int, int] | None = None, gate_up_tile: int = 0, group_size: int = 0,
+        layers: tuple[int, int] | None = None, gate_up_tile: int = 0, group_size: int = 0, part: Part | None = None,
     ) -> None:  # fmt: skip
         size = stored_bytes(layout, dtype, logical, group_size)
-        found.append(Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, group_size))
+        found.append(Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, group_size, part))
 
     def vector(name: str, width: int, *sources: str, layers: tuple[int, int] | None = None) -> None:
         add(name, "concat" if len(sources) > 1 else "single", "row_major", "f32", (1, 1, width), *sources, layers=layers)
 
-    def matrix(name: str, rows: int, cols: int, *sources: str, layers: tuple[int, int] | None = None) -> None:
-        add(name, "concat" if len(sources) > 1 else "single", matrix_layout, matrix_dtype, (1, rows, cols), *sources, layers=layers)
+    def matrix(
+        name: str, rows: int, cols: int, *sources: str, layers: tuple[int, int] | None = None, part: Part | None = None
+    ) -> None:  # fmt: skip
+        assembly: Assembly = "concat" if len(sources) > 1 else "single"
+        add(name, assembly, matrix_layout, matrix_dtype, (1, rows, cols), *sources, layers=layers, part=part)
 
     def swiglu(prefix: str, key: str, width: int, layers: tuple[int, int]) -> None:
         gate, up, down = (f"model.layers.{{i}}.mlp.{key}{part}_proj.weight" for part in ("gate", "up", "down"))
         tile = 8 if fast else width
         logical = (1, 2 * width, hidden)
-        add(f"{prefix}gate_up_proj", "gate_up", matrix_layout, matrix_dtype, logical, gate, up, layers=layers, gate_up_tile=tile)
-        matrix(f"{prefix}down_proj", hidden, width, down, layers=layers)
+        add(
+            f"{prefix}gate_up_proj", "gate_up", matrix_layout, matrix_dtype, logical, gate, up, layers=layers, gate_up_tile=tile,
+            part=rows_part,
+        )  # fmt: skip
+        matrix(f"{prefix}down_proj", hidden, width, down, layers=layers, part=cols_part)
 
     embed = "model.embed_tokens.weight"
     embed_dtype: DType = "f32" if spec.dtype == "float32" else "bf16"
-    add("embed_tokens", "single", "row_major", embed_dtype, (1, spec.vocab_size, hidden), embed)
+    add("embed_tokens", "single", "row_major", embed_dtype, (1, spec.vocab_size, hidden), embed, part=rows_part)
     vector("norm", hidden, "model.norm.weight")
-    matrix("lm_head", spec.vocab_size, hidden, embed if spec.tie_word_embeddings else "lm_head.weight")
+    matrix("lm_head", spec.vocab_size, hidden, embed if spec.tie_word_embeddings else "lm_head.weight", part=rows_part)
 
     layer, attn = "model.layers.{i}.", "model.layers.{i}.self_attn."
     vector("input_layernorm", hidden, f"{layer}input_layernorm.weight", layers=every)
@@ -60,7 +69,7 @@ def weights(spec: Spec, mode: Mode) -> tuple[Weight, ...]:
     vector("kv_a_layernorm", spec.kv_lora_rank, f"{attn}kv_a_layernorm.weight", layers=every)
     kv_a, kv_b = f"{attn}kv_a_proj_with_mqa", f"{attn}kv_b_proj.weight"
     if spec.q_lora_rank is None:
-        matrix("q_proj", heads * spec.qk_head_dim, hidden, f"{attn}q_proj.weight", layers=every)
+        matrix("q_proj", heads * spec.qk_head_dim, hidden, f"{attn}q_proj.weight", layers=every, part=rows_part)
         matrix("kv_a_proj", spec.cache_row_dim, hidden, f"{kv_a}.weight", layers=every)
         if spec.attention_bias:
             vector("kv_a_proj_bias", spec.cache_row_dim, f"{kv_a}.bias", layers=every)
@@ -68,13 +77,13 @@ def weights(spec: Spec, mode: Mode) -> tuple[Weight, ...]:
         rows = spec.q_lora_rank + spec.cache_row_dim
         vector("q_a_layernorm", spec.q_lora_rank, f"{attn}q_a_layernorm.weight", layers=every)
         matrix("q_a_kv_a_proj", rows, hidden, f"{attn}q_a_proj.weight", f"{kv_a}.weight", layers=every)
-        matrix("q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank, f"{attn}q_b_proj.weight", layers=every)
+        matrix("q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank, f"{attn}q_b_proj.weight", layers=every, part=rows_part)
         if spec.attention_bias:
             vector("q_a_kv_a_proj_bias", rows, f"{attn}q_a_proj.bias", f"{kv_a}.bias", layers=every)
     uk, uv = (heads, spec.kv_lora_rank, spec.qk_nope_head_dim), (heads, spec.v_head_dim, spec.kv_lora_rank)
-    add("w_uk_absorb", "w_uk", matrix_layout, matrix_dtype, uk, kv_b, layers=every)
-    add("w_uv_absorb", "w_uv", matrix_layout, matrix_dtype, uv, kv_b, layers=every)
-    matrix("o_proj", hidden, heads * spec.v_head_dim, f"{attn}o_proj.weight", layers=every)
+    add("w_uk_absorb", "w_uk", matrix_layout, matrix_dtype, uk, kv_b, layers=every, part=rows_part)
+    add("w_uv_absorb", "w_uv", matrix_layout, matrix_dtype, uv, kv_b, layers=every, part=rows_part)
+    matrix("o_proj", hidden, heads * spec.v_head_dim, f"{attn}o_proj.weight", layers=every, part=cols_part)
     if spec.attention_bias:
         vector("o_proj_bias", hidden, f"{attn}o_proj.bias", layers=every)
 
@@ -91,9 +100,9 @@ def weights(spec: Spec, mode: Mode) -> tuple[Weight, ...]:
         gate, up, down = (f"{layer}mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
         add(
             "experts_gate_up", "experts_gate_up", layout, dtype, (experts, 2 * width, hidden), gate, up, layers=moe,
-            gate_up_tile=8 if fast else width, group_size=group,
+            gate_up_tile=8 if fast else width, group_size=group, part=rows_part,
         )  # fmt: skip
-        add("experts_down", "experts", layout, dtype, (experts, hidden, width), down, layers=moe, group_size=group)
+        add("experts_down", "experts", layout, dtype, (experts, hidden, width), down, layers=moe, group_size=group, part=cols_part)
         if spec.shared_intermediate_size:
             swiglu("shared_", "shared_experts.", spec.shared_intermediate_size, moe)
     return tuple(found)

@@ -22,6 +22,7 @@ from kdgen.errors import BackendError
 from kdgen.oracles import ModelCase
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.shard import WHOLE, Shard
 from kdgen.reference.model import ReferenceModel
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
@@ -138,11 +139,16 @@ class _Clock:
         return Check(spec, compute, part, name, where, status, figure, tolerance, detail, problem, seconds, 0 if problem else bits)
 
 
-def check_decodes(backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS) -> Iterator[Check]:
-    """Logits, plain tokens, and the exactness contract's levels L1 to L5; each Check as soon as it is known."""
+def check_decodes(
+    backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS, shard: Shard = WHOLE
+) -> Iterator[Check]:
+    """Logits, plain tokens, and the exactness contract's levels L1 to L5; each Check as soon as it is known.
+
+    Of a ``shard`` the logits are those of its part of the vocabulary; all ranks check alike, each in its own process.
+    """
     clock = _Clock(subject, backend)
     context = len(subject.prompt) + subject.new_tokens
-    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3))
+    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3), shard)
     try:
         engine = RecordingEngine(Engine(subject.spec, plan, backend, subject.weights.__getitem__))
         decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)
@@ -182,6 +188,7 @@ def _check_logits(engine: RecordingEngine, subject: Subject, plain: _Plain, cloc
     )
     prefill(engine, tokens)
     logits = np.stack(engine.logits)
+    expected = expected[:, engine.plan.shard.rank * logits.shape[1] :][:, : logits.shape[1]]
     error = np.abs(logits - expected)
     if subject.compute == "f32":
         figure, what = float(error.max()), "largest error"

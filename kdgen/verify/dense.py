@@ -141,6 +141,10 @@ def check_embed(bench: Bench) -> None:
     table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
     tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
     tokens[[0, -1]] = vocab - 1, 0
+    expected = table[tokens].astype(np.float64)
+    if p.sharded:
+        _check_sharded_embed(bench, table, tokens, expected)
+        return
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -148,7 +152,23 @@ def check_embed(bench: Bench) -> None:
         bench.launch(bench.integer(count), bench.input(tokens[rows]), bench.input(table), residual, tokens=count)
         return {"residual": split_guard(bench, "residual", bench.read(residual), count)}
 
-    check_rows(bench, run, {"residual": (table[tokens].astype(np.float64), np.zeros(1))})
+    check_rows(bench, run, {"residual": (expected, np.zeros(1))})
+
+
+def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Array) -> None:
+    """A rank's rows of the table begin at token ``first``; tokens before and behind them are others' and get zeros."""
+    p, first = bench.p, 1000
+    tokens = tokens + first
+    tokens[1], tokens[2] = first - 1, first + p.rows
+    expected[1:3] = 0.0
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        y, residual = (bench.poisoned("f32", guard(count), p.hidden) for _ in range(2))
+        bench.launch(bench.integer(count), bench.input(tokens[rows]), bench.input(table), first, y, residual, tokens=count)
+        return {"y": split_guard(bench, "y", bench.read(y), count), "residual": split_guard(bench, "residual", bench.read(residual), count)}
+
+    check_rows(bench, run, {"y": (expected, np.zeros(1)), "residual": (np.zeros_like(expected), np.zeros(1))})
 
 
 @for_template(CHECKS, ["router_logits.cu.j2"])
@@ -182,12 +202,13 @@ def check_moe_combine(bench: Bench) -> None:
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         start = poison("f32", guard(count), p.hidden)
-        start[:count] = residual[rows]
+        if p.accumulate:
+            start[:count] = residual[rows]
         y = bench.input(start)
         bench.launch(bench.integer(count), bench.input(weights[rows]), bench.input(outputs[rows]), y, tokens=count)
         return {"residual": split_guard(bench, "residual", bench.read(y), count)}
 
     terms = weights.astype(np.float64)[..., None] * outputs
-    expected = residual + terms.sum(axis=1)
+    expected = terms.sum(axis=1) + (residual if p.accumulate else 0.0)
     error = tolerances.dot(np.sqrt(np.square(terms).sum(axis=1)), math.ceil(p.top_k)) + 2 * tolerances.EPS32 * np.abs(expected)
     check_rows(bench, run, {"residual": (expected, error)})

@@ -14,11 +14,12 @@ from kdgen.backends.base import Backend
 from kdgen.backends.cuda import cuda_unusable
 from kdgen.build import check as check_folders
 from kdgen.config import load_config
-from kdgen.errors import BackendError, SpecError
+from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
+from kdgen.plan.shard import Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
@@ -28,6 +29,7 @@ from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, 
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
+from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
 from kdgen.verify.shrink import is_wide, shrink
@@ -38,6 +40,7 @@ from kdgen.verify.variants import variants
 DEFAULT_SPECS = ("tiny", "tiny2")
 CHECKER = "cpu-checker"
 CHECKER_TOKENS = (1, 9)
+RANKS = 2  #: of models whose dims they divide
 #: The situation that every model is put in: four requests over three slabs, full to the last token, across a split of 64 keys.
 TOGETHER = Situation(
     weights_seed=1, slots=3, spare=0, max_tokens=13,
@@ -104,12 +107,18 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+    shared = [(spec, shared) for spec, plan in (*plans, *others) if (shared := shared_plan(spec, plan)) is not None]
+    for spec, plan in shared:
+        yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
         yield _tables(spec)
     yield from _trees(backend, *plans[0], say)
     for spec, plan in (*plans, *others):
         small = shrink(spec) if is_wide(spec) else spec
         yield from _under_checker(small, plan if small is spec else build_plan(small, plan.compute), say)
+    for spec, plan in shared:
+        if not is_wide(spec):
+            yield from _under_checker(spec, plan, say)
     for spec, plan in plans:
         yield _drift(spec, plan, say)
     for spec, plan in (*others, *plans):
@@ -121,6 +130,8 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
         case = _case_of(spec)
         subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
         yield from _decodes(backend, spec, plan.compute, subject.title, check_decodes(backend, subject), say)
+    if decoded := [spec for spec, _ in shared if not is_wide(spec)]:
+        yield from _ranks(decoded[0], say)
     if others:
         yield from _other_oracles(backend, specs, say)
 
@@ -182,6 +193,28 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
         yield check
 
 
+# ---- ranks --------------------------------------------------------------------------------------------------------------
+
+
+def shared_plan(spec: Spec, plan: Plan) -> Plan | None:
+    """The plan of one of two ranks with the kernels alone that one rank does not have; None where two cannot share the model."""
+    if shard_obstacles(spec, RANKS) or (plan.compute == "bf16" and mma_obstacles(part_of(spec, RANKS))):
+        return None
+    shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1))
+    return replace(shared, kernels=tuple(kernel for kernel in shared.kernels if kernel not in plan.kernels))
+
+
+def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
+    """Processes that share ``spec``, on this machine's CPU wherever the other checks ran: bits among themselves, and an oracle's tokens."""
+    say(f"{spec.name} f32: {RANKS} ranks")
+    began, case = perf_counter(), _case_of(spec)
+    try:
+        yield from check_ranks(spec, "f32", RANKS, case.name if case else "")
+    except KdgenError as error:
+        why, seconds = str(error), perf_counter() - began
+        yield Check(spec.name, "f32", "ranks", f"{RANKS} ranks", "cpu", "failed", why=why, seconds=seconds)
+
+
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +228,8 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> 
         say(f"{spec.name} {plan.compute}: kernel {kernel.name}")
         began = perf_counter()
         found = check_kernel(backend, spec, plan, kernel, _inputs(0, kernel), size)
-        detail = f"{kernel.template}{', a slice' if found.sliced else ''}"
+        ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks"
+        detail = f"{kernel.template}{', a slice' if found.sliced else ''}{ranks}"
         yield _as_check(spec.name, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
 
 
@@ -233,7 +267,8 @@ def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     for check in bad:
         yield _as_check(spec.name, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
     if not bad:
-        detail = f"{len(found)} kernels: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
+        ranks = "" if plan.shard.whole else f" of {plan.shard.ranks} ranks"
+        detail = f"{len(found)} kernels{ranks}: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
         bits = sum(check.bits for check in found)
         yield Check(spec.name, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds, bits=bits)
 

@@ -91,6 +91,9 @@ def check_argmax(bench: Bench) -> None:
     p = bench.p
     most = max(bench.tokens)
     logits = _coarse_logits(bench, most, p.vocab)
+    if p.sharded:
+        _check_sharded_argmax(bench, logits)
+        return
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -99,6 +102,24 @@ def check_argmax(bench: Bench) -> None:
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
     check_rows(bench, run, {"next_token": (ops.argmax(logits), np.zeros(1))})
+
+
+def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
+    """A rank's best: its value, and its id among all tokens, of which the rank's begin at ``first``."""
+    first = 1000
+    logits[-1] = np.nan
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        choice = bench.poisoned("i32", guard(count), 2)
+        bench.launch(bench.integer(count), bench.input(logits[rows]), first, choice, tokens=count)
+        values, ids = split_guard(bench, "choice", bench.read(choice), count).T
+        return {"value": np.ascontiguousarray(values).view(np.float32), "id": ids}
+
+    best = ops.argmax(logits[:-1])
+    values = np.append(logits[np.arange(len(best)), best], np.float32(-np.inf))
+    got = {"value": (values.astype(np.float64), np.zeros(1)), "id": (np.append(first + best, 2**31 - 1), np.zeros(1))}
+    check_rows(bench, run, got)
 
 
 @for_template(CHECKS, ["top_k.cu.j2"])

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.ir import DType, Plan, Weight
+from kdgen.plan.ir import DType, Part, Plan, Weight
 from kdgen.weights.ahead import in_order
 
 Array = NDArray[np.generic]
@@ -66,6 +66,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
 
 def packed_parts(weight: Weight, layer: int, tensors: Tensors) -> Iterator[Array]:
     """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long."""
+    if weight.part is not None:
+        tensors = functools.partial(_part, weight.part, tensors)
     tasks = _tasks(weight, [source.replace("{i}", str(layer)) for source in weight.sources], tensors)
     if weight.stored_bytes <= _INLINE_BYTES:
         return (task() for task in tasks)
@@ -91,6 +93,13 @@ def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Cal
         else:
             step = max(1, PART_BYTES // (cols * 4 * 16)) * 16
             yield from (functools.partial(_rows, weight, stack, at, min(at + step, rows)) for at in range(0, rows, step))
+
+
+def _part(part: Part, tensors: Tensors, key: str) -> Array:
+    """A rank's part of a checkpoint matrix, as a view: of a mapped file, only its pages are read. INT4 words and scales are cut alike."""
+    matrix = tensors(key)
+    size = matrix.shape[part.axis] // part.count
+    return matrix[part.index * size : (part.index + 1) * size] if part.axis == 0 else matrix[:, part.index * size : (part.index + 1) * size]
 
 
 # ---- assemblies ---------------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class PackedFile(PackedWeights):
     def check(self, plan: Plan) -> None:
         """Raises WeightError when the file was packed for other layouts, or its tensors are not those it announces."""
         path = self._file.path
+        if not plan.shard.whole:
+            raise WeightError(f"{path}: is packed for one rank; several load the model's published folder")
         expected = json.loads(_layout(plan))
         if self._layout != expected:
             raise WeightError(
@@ -102,7 +104,7 @@ def _infos(plan: Plan) -> list[TensorInfo]:
 
 
 def _layout(plan: Plan) -> str:
-    weights = [dataclasses.asdict(weight) for weight in plan.weights]
+    weights = [{key: value for key, value in dataclasses.asdict(weight).items() if key != "part"} for weight in plan.weights]
     return json.dumps({"version": LAYOUT_VERSION, "compute": plan.compute, "weights": weights})
 
 

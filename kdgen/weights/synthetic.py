@@ -51,7 +51,8 @@ class SyntheticWeights(PackedWeights):
             return
         deviation = self._drawn.deviation(weight.sources[0].replace("{i}", str(layer)).replace("{e}", "0"))
         for entry in range(batch):
-            digest = hashlib.sha256(f"{self._seed}:{weight.device_name(layer)}:{entry}".encode()).digest()
+            rank = f":{weight.part.index}" if weight.part else ""  # ranks hold different parts
+            digest = hashlib.sha256(f"{self._seed}:{weight.device_name(layer)}:{entry}{rank}".encode()).digest()
             start = int.from_bytes(digest[:8], "little")
             if weight.layout == "int4_mma_a":
                 yield from _tiled(self._tiles(deviation), start, rows // 16 * (cols // 64))

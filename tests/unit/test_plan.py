@@ -14,19 +14,27 @@ from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
 from kdgen.plan.kernels import SMEM_LIMIT
+from kdgen.plan.shard import WHOLE, Shard
 from kdgen.render import render
 from kdgen.resources import specs_dir
 from kdgen.spec import load_spec
 
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
-EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SPECS for compute in ("f32", "bf16")])
+#: Shipped specs, and one of two ranks of those with every kind of layer.
+SUBJECTS = [*SPECS, "tiny@2", "tiny-dflash@2", "k26@2"]
+EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SUBJECTS for compute in ("f32", "bf16")])
 #: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
 POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int"}, "u8": {"unsigned char"}}
 
 
+def build(subject: str, compute: Compute) -> Plan:
+    name, _, ranks = subject.partition("@")
+    return build_plan(load_spec(name), compute, shard=Shard(int(ranks), 1) if ranks else WHOLE)
+
+
 @functools.cache
-def plan_of(spec: str, compute: Compute) -> Plan:
-    return build_plan(load_spec(spec), compute)
+def plan_of(subject: str, compute: Compute) -> Plan:
+    return build(subject, compute)
 
 
 @functools.cache
@@ -48,7 +56,7 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
     weights = {weight.name: weight for weight in (*plan.weights, *plan.draft_weights)}
 
     def check(arg: Arg, declared: str, layer: int) -> None:
-        if arg.kind == "int":
+        if arg.kind in ("int", "rows"):
             assert declared == "int" and -(2**31) <= arg.value < 2**31
             return
         read_only, pointer = declared.startswith("const "), declared.removeprefix("const ")
@@ -62,8 +70,12 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
             assert pointer[:-1] in POINTERS[buffers[arg.name].dtype]
             assert arg.kind == "buffer" or layer < buffers[arg.name].shape[0]
 
+    gathers = {gather.name for gather in plan.gathers}
     for program in plan.programs:
         for launch, layer in program.launches():
+            if launch.kernel in gathers:
+                assert not launch.args
+                continue
             declared = parameters[launch.kernel]
             assert len(launch.args) == len(declared), (program.name, launch.kernel)
             for arg, parameter in zip(launch.args, declared, strict=True):
@@ -75,8 +87,9 @@ def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
     plan = plan_of(spec, compute)
     launches = [(launch, layer) for program in plan.programs for launch, layer in program.launches()]
     args = [(arg, layer) for launch, layer in launches for arg in launch.args]
-    assert {launch.kernel for launch, _ in launches} == {kernel.name for kernel in plan.kernels}
-    assert {arg.name for arg, _ in args if "buffer" in arg.kind} == {buffer.name for buffer in plan.buffers}
+    assert {launch.kernel for launch, _ in launches} == {each.name for each in (*plan.kernels, *plan.gathers)}
+    gathered = {name for gather in plan.gathers for name in (gather.source, gather.target)}
+    assert {arg.name for arg, _ in args if "buffer" in arg.kind} | gathered == {buffer.name for buffer in plan.buffers}
     read = {(arg.name, layer if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
     weights = (*plan.weights, *plan.draft_weights)
     assert read == {(weight.name, layer) for weight in weights for layer in range(*(weight.layers or (0, 1)))}
@@ -102,8 +115,8 @@ def test_names_are_unique_and_sizes_possible(spec: str, compute: Compute) -> Non
 def test_a_plan_is_plain_data(spec: str, compute: Compute) -> None:
     plan = plan_of(spec, compute)
     text = json.dumps(dataclasses.asdict(plan), allow_nan=False)
-    assert text == json.dumps(dataclasses.asdict(build_plan(load_spec(spec), compute)), allow_nan=False)
-    assert hash(plan) == hash(build_plan(load_spec(spec), compute))
+    assert text == json.dumps(dataclasses.asdict(build(spec, compute)), allow_nan=False)
+    assert hash(plan) == hash(build(spec, compute))
 
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])

@@ -13,19 +13,22 @@ from jinja2 import meta, nodes
 from kdgen.build import plans_for
 from kdgen.errors import KdgenError
 from kdgen.plan import params
+from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
+from kdgen.plan.shard import Shard
 from kdgen.render import environment, hexfloat, render
 from kdgen.resources import templates_dir
+from kdgen.spec import load_spec
 
 TEMPLATES = sorted((templates_dir() / "kernels").glob("*.cu.j2"))
 DTYPES: tuple[Compute, ...] = ("f32", "bf16")
 
 
 def contexts() -> dict[str, set[type]]:
-    """The dataclasses each template is rendered with, over every shipped spec in both dtypes."""
+    """The dataclasses each template is rendered with, over every shipped spec in both dtypes, and for one of two ranks."""
     found: dict[str, set[type]] = {}
     for dtype in DTYPES:
-        for plan in plans_for([], dtype):
+        for plan in (*plans_for([], dtype), build_plan(load_spec("tiny"), dtype, shard=Shard(2))):
             for kernel in plan.kernels:
                 found.setdefault(kernel.template, set()).add(type(kernel.params))
     return found
@@ -84,7 +87,7 @@ def test_names_that_are_not_there_are_refused() -> None:
 def test_a_template_that_does_not_fit_names_itself_and_the_kernel() -> None:
     (plan,) = plans_for(["tiny"])
     kernels = tuple(dataclasses.replace(k, params=params.Advance("argmax")) if k.name == "argmax" else k for k in plan.kernels)
-    with pytest.raises(KdgenError, match=r"template argmax\.cu\.j2, kernel argmax of tiny: .*vocab"):
+    with pytest.raises(KdgenError, match=r"template argmax\.cu\.j2, kernel argmax of tiny: .*sharded"):
         render(dataclasses.replace(plan, kernels=kernels))
 
 

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <link.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 #include <ucontext.h>
@@ -341,4 +342,25 @@ EMU_API int emu_launch(EmuLaunch* launch) {
     }
   }
   return result;
+}
+
+// ---- ranks ----------------------------------------------------------------
+// Processes that share memory: each counts its collectives in a flag of its own, behind what it wrote before.
+EMU_API void emu_signal(uint32_t* flag, uint32_t count) { __atomic_store_n(flag, count, __ATOMIC_RELEASE); }
+// Whether every flag, `stride` words apart, has come to `count` within `ms` milliseconds. Counts may wrap around.
+EMU_API int emu_wait(const uint32_t* flags, unsigned flag_count, unsigned stride, uint32_t count, unsigned ms) {
+  const uint64_t SPIN = 50000, started = now(), stop = started + ms * 1000000ull;  // ns
+  for (unsigned i = 0; i < flag_count;) {
+    if (static_cast<int32_t>(__atomic_load_n(flags + i * stride, __ATOMIC_ACQUIRE) - count) >= 0) {
+      ++i;
+      continue;
+    }
+    const uint64_t time = now();
+    if (time >= stop) return 0;
+    if (time - started < SPIN)
+      sched_yield();
+    else
+      usleep(50);  // the others need the processors
+  }
+  return 1;
 }

@@ -1,0 +1,96 @@
+"""Memory that CPU ranks of one host share, and the all-gather over it.
+
+A file without a name, mapped by every rank: nothing of it is left when the processes end, however they end. Each rank counts its
+collectives in a flag of its own; waiting for the others' looks every few milliseconds whether one of them is lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kdgen.errors import BackendError
+from kdgen.ranks import Group
+
+FLAG_BYTES = 64  #: a cache line a rank
+WAIT_MS = 20
+
+Signal = Callable[[int, int], None]  #: (address of a flag, count)
+Wait = Callable[[int, int, int, int, int], int]  #: (address of the first flag, flags, words apart, count, milliseconds): all there?
+
+
+class SharedGather:
+    """All-gathers among the ranks of ``group``. ``signal`` and ``wait`` are the runtime's, which order memory accesses.
+
+    Raises BackendError when the ranks are on several hosts, or there is no room for their memory.
+    """
+
+    def __init__(self, group: Group, signal: Signal, wait: Wait) -> None:
+        if not group.one_host:
+            raise BackendError("CPU ranks share memory, so all must run on one host")
+        self._group, self._signal, self._wait = group, signal, wait
+        self.ranks = group.ranks
+        self._count = 0
+        self._room = 0  # bytes of a rank's slot; there are two slots, used in turn
+        self._memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def run(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], name: str) -> None:
+        """Every rank's ``source`` into ``target``, which is ``ranks`` times as long. Raises BackendError when a rank is lost."""
+        group, size = self._group, len(source)
+        if size > self._room:
+            self._grow(size)
+        self._count += 1
+        slot = group.ranks * (FLAG_BYTES + self._count % 2 * self._room)
+        slots = self._memory[slot : slot + group.ranks * self._room].reshape(group.ranks, self._room)
+        slots[group.rank, :size] = source
+        count, flags = self._count & 0xFFFFFFFF, self._memory.ctypes.data
+        self._signal(flags + group.rank * FLAG_BYTES, count)
+        # A slot is filled again two collectives later: by then every rank has come to the one between, so it has read this one.
+        while not self._wait(flags, group.ranks, FLAG_BYTES // 4, count, WAIT_MS):
+            group.check()
+            for rank in tuple(group.left):  # what it had to give is here, or will never be
+                if not self._wait(flags + rank * FLAG_BYTES, 1, 0, count, 0):
+                    raise BackendError(f"{name}: rank {rank} has ended, and rank {group.rank} waits for it")
+        target.reshape(group.ranks, size)[...] = slots[:, :size]
+
+    def _grow(self, size: int) -> None:
+        """Larger slots. All ranks come here in the same collective, for all have the same sizes."""
+        group = self._group
+        self._room = 1 << (size - 1).bit_length()
+        total = group.ranks * (FLAG_BYTES + 2 * self._room)
+        path = b""
+        if group.rank == 0:
+            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            try:
+                handle, name = tempfile.mkstemp(prefix="kdgen-ranks-", dir=folder)
+                with os.fdopen(handle, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, total)
+            except OSError as error:
+                raise BackendError(f"no {total} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
+            path = os.fsencode(name)
+        path = group.exchange(path)[0]
+        try:
+            with Path(os.fsdecode(path)).open("r+b") as file:
+                self._memory = np.frombuffer(mmap.mmap(file.fileno(), total), np.uint8)
+        except OSError as error:
+            raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
+        finally:
+            group.exchange(b"")  # everybody has it
+            if group.rank == 0:
+                Path(os.fsdecode(path)).unlink()
+        self._count = 0
+
+
+def bind(library: ctypes.CDLL) -> tuple[Signal, Wait]:
+    """The runtime's ``emu_signal`` and ``emu_wait``."""
+    library.emu_signal.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
+    library.emu_signal.restype = None
+    library.emu_wait.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint32, ctypes.c_uint)
+    return library.emu_signal, library.emu_wait

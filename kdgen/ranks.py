@@ -1,0 +1,316 @@
+"""Ranks: the processes that run one model together, how each finds its place, and how they hear of each other's end.
+
+Every rank runs the same program with its part of the model, so that all come to the same tokens; what they exchange while they decode
+goes through their backends. The connections here are for what comes before (who is where, handles) and for failures: a rank that
+fails or dies is known to all others at once, and none outlives it by more than a few seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kdgen import __version__
+from kdgen.errors import BackendError, KdgenError
+
+JOIN_SECONDS = 120.0  #: how long ranks wait for each other at the start
+EXCHANGE_SECONDS = 600.0  #: and later, where a rank may have gigabytes to load first
+GRACE_SECONDS = 3.0  #: how long a rank may take to end by itself once another one is lost
+DEFAULT_PORT = 29611
+_MAX_FRAME = 1 << 24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks. ``host`` and ``port`` are where rank 0 listens, ``token`` is the job's.
+
+    ``parent`` is the process that has started the ranks and must not end before them; 0: whoever did sees to them itself.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    host: str
+    port: int
+    token: str = ""
+    parent: int = 0
+
+
+def place_in(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process: torchrun's variables, Open MPI's, MPICH's or Slurm's; None when there is no other rank.
+
+    Raises KdgenError for variables that are no numbers or contradict each other, or where rank 0 cannot be found.
+    """
+    for names in _LAUNCHERS:
+        if names[0] in environment and names[1] in environment:
+            break
+    else:
+        return None
+    rank, ranks = (_number(environment, name) for name in names[:2])
+    if ranks == 1:
+        return None
+    if not 0 <= rank < ranks:
+        raise KdgenError(f"{names[0]} is {rank} and {names[1]} is {ranks}: ranks count from 0")
+    local_rank = _number(environment, names[2]) if names[2] in environment else rank
+    host = environment.get("MASTER_ADDR", "")
+    if not host:
+        one_host = environment.get("SLURM_NNODES", "1") == "1" and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks)) == str(ranks)
+        if not one_host:
+            raise KdgenError(f"{ranks} ranks on several hosts: set MASTER_ADDR to the host of rank 0")
+        host = "127.0.0.1"
+    if "KDGEN_PORT" in environment:
+        port = _number(environment, "KDGEN_PORT")
+    elif "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT") + 1  # torchrun listens on its own
+    else:
+        port = DEFAULT_PORT + _number(environment, "SLURM_JOB_ID") % 10000 if "SLURM_JOB_ID" in environment else DEFAULT_PORT
+    if not 0 < port < 65536:
+        raise KdgenError(f"port {port} for the ranks' connections does not exist: set KDGEN_PORT")
+    parent = _number(environment, "KDGEN_PARENT") if "KDGEN_PARENT" in environment else 0
+    return Place(rank, ranks, local_rank, host, port, environment.get("KDGEN_JOB", ""), parent)
+
+
+#: Variables of rank, ranks and rank on its host, by launcher.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal() or len(text) > 12:
+        raise KdgenError(f"the environment variable {name} is {text!r}, no number")
+    return int(text)
+
+
+class Group:
+    """The connections of one rank to the others. Use it as a context: leaving it by an exception tells the others why.
+
+    Joining raises KdgenError when the others do not come, or run another kdgen or job.
+    """
+
+    def __init__(self, place: Place, seconds: float = JOIN_SECONDS) -> None:
+        self.place = place
+        self.rank, self.ranks = place.rank, place.ranks
+        self.lost = ""  #: why the job cannot go on; empty while it can
+        self.left: set[int] = set()  #: ranks that have done their part; only rank 0 knows of all
+        self._closed = False
+        self._lock = threading.Lock()
+        self._peers: dict[int, _Peer] = {}  # of rank 0 all others, of others rank 0
+        deadline = time.monotonic() + seconds
+        if self.rank == 0:
+            self._accept(deadline)
+        else:
+            self._connect(deadline)
+        self._watcher = threading.Thread(target=self._watch, name="kdgen-ranks", daemon=True)
+        self._watcher.start()
+        hosts = self.exchange(socket.gethostname().encode())
+        self.one_host = len(set(hosts)) == 1
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data``, by rank. All ranks call it, in the same order. Raises BackendError when one is lost."""
+        try:
+            if self.rank:
+                peer = self._peers[0]
+                _send(peer.talk, [data])
+                return _receive(peer.talk)
+            found = [data] + [_receive(self._peers[rank].talk)[0] for rank in range(1, self.ranks)]
+            for peer in self._peers.values():
+                _send(peer.talk, found)
+            return found
+        except (OSError, ValueError) as error:
+            self.check()
+            raise BackendError(f"rank {self.rank} lost its connection to the other ranks: {error}") from error
+
+    def check(self) -> None:
+        """Raises BackendError when a rank is lost."""
+        if self.lost:
+            raise BackendError(self.lost)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(f"{kind.__name__}: {error}" if kind is not None and not self.lost else "")
+
+    def close(self, problem: str = "") -> None:
+        """Leave; with a ``problem``, which the others are told, the job ends for all."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                _send(peer.life, [b"failed" if problem or self.lost else b"bye", (problem or self.lost).encode()])
+            for each in (peer.life, peer.talk):
+                with contextlib.suppress(OSError):
+                    each.close()
+
+    # ---- meeting ----------------------------------------------------------------------------------------------------
+
+    def _accept(self, deadline: float) -> None:
+        place = self.place
+        try:
+            family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+            host = place.host if _is_local(place.host) else ""
+            listener = socket.create_server((host, place.port), family=family, backlog=2 * self.ranks)
+        except OSError as error:
+            raise KdgenError(f"rank 0 cannot listen on {place.host} port {place.port}: {error.strerror or error}; set KDGEN_PORT") from None
+        waiting: dict[tuple[int, str], socket.socket] = {}
+        with listener:
+            while len(waiting) < 2 * (self.ranks - 1):
+                listener.settimeout(max(deadline - time.monotonic(), 0.01))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting})
+                    raise KdgenError(f"ranks {', '.join(map(str, missing))} of {self.ranks} did not come") from None
+                connection.settimeout(5.0)
+                try:
+                    rank, kind = self._greeted(connection)
+                except (OSError, ValueError):  # no rank of ours
+                    connection.close()
+                    continue
+                waiting[rank, kind] = connection
+        for rank in range(1, self.ranks):
+            self._peers[rank] = _Peer(waiting[rank, "talk"], waiting[rank, "life"])
+
+    def _greeted(self, connection: socket.socket) -> tuple[int, str]:
+        hello = json.loads(_receive(connection)[0])
+        if not isinstance(hello, dict) or hello.get("job") != self.place.token:
+            raise ValueError("a stranger")
+        if (hello.get("kdgen"), hello.get("ranks")) != (__version__, self.ranks):
+            _send(connection, [f"rank 0 runs kdgen {__version__} with {self.ranks} ranks".encode()])
+            raise ValueError("another version, or other ranks")
+        rank, kind = hello.get("rank"), hello.get("kind")
+        if not isinstance(rank, int) or not 0 < rank < self.ranks or kind not in ("talk", "life"):
+            raise ValueError("no such rank")
+        _send(connection, [b""])
+        connection.settimeout(EXCHANGE_SECONDS)
+        return rank, kind
+
+    def _connect(self, deadline: float) -> None:
+        sockets = []
+        for kind in ("talk", "life"):
+            hello = {"job": self.place.token, "kdgen": __version__, "ranks": self.ranks, "rank": self.rank, "kind": kind}
+            while True:
+                try:
+                    connection = socket.create_connection((self.place.host, self.place.port), timeout=5.0)
+                    _send(connection, [json.dumps(hello).encode()])
+                    refusal = _receive(connection)[0].decode()
+                    break
+                except (OSError, ValueError) as error:
+                    if time.monotonic() > deadline:
+                        where = f"{self.place.host} port {self.place.port}"
+                        raise KdgenError(f"rank {self.rank} cannot reach rank 0 at {where}: {error}") from None
+                    time.sleep(0.05)
+            if refusal:
+                raise KdgenError(f"rank {self.rank} with kdgen {__version__} and {self.ranks} ranks does not fit: {refusal}")
+            connection.settimeout(EXCHANGE_SECONDS)
+            sockets.append(connection)
+        self._peers[0] = _Peer(*sockets)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait for news on the life lines; a failure is passed on, and ends this process if it does not end by itself."""
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self._peers.items():
+                with contextlib.suppress(OSError, ValueError):
+                    selector.register(peer.life, selectors.EVENT_READ, rank)
+            while (selector.get_map() or self.place.parent) and not self._closed and not self.lost:
+                if self.place.parent and os.getppid() != self.place.parent:
+                    self.lost = "the process that started the ranks is gone"
+                for key, _ in selector.select(0.5):
+                    if self._closed:
+                        return
+                    problem = self._news(key.data)
+                    if problem is None:
+                        self.left.add(key.data)
+                        selector.unregister(key.fileobj)
+                    elif not self._closed:
+                        self.lost = problem
+                        break
+        if not self.lost:
+            return
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                _send(peer.life, [b"failed", self.lost.encode()])
+            with contextlib.suppress(OSError):
+                peer.talk.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
+        time.sleep(GRACE_SECONDS)
+        if not self._closed:  # stuck where no exception comes: in a driver, say
+            sys.stderr.write(f"kdgen: error: {self.lost}\n")
+            sys.stderr.flush()
+            os._exit(2)
+
+    def _news(self, rank: int) -> str | None:
+        """What a life line says: None for a farewell, else why the job cannot go on."""
+        try:
+            kind, *reason = _receive(self._peers[rank].life)
+        except (OSError, ValueError):
+            return f"rank {rank} is gone"
+        if kind == b"bye":
+            return None
+        said = reason[0].decode(errors="replace") if reason else ""
+        return said if said.startswith("rank ") else f"rank {rank} failed: {said}"
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """Two connections to another rank: one for exchanges, one that only says how it ends."""
+
+    talk: socket.socket
+    life: socket.socket
+
+
+def _is_local(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1")
+
+
+def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:
+    text = json.dumps([base64.b64encode(part).decode() for part in parts]).encode()
+    connection.sendall(len(text).to_bytes(4, "little") + text)
+
+
+def _receive(connection: socket.socket) -> list[bytes]:
+    """Raises OSError when the connection ends, ValueError for what is no frame."""
+    length = int.from_bytes(_exactly(connection, 4), "little")
+    if length > _MAX_FRAME:
+        raise ValueError("no frame of a rank")
+    parts = json.loads(_exactly(connection, length))
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, str) for part in parts):
+        raise ValueError("no frame of a rank")
+    return [base64.b64decode(part) for part in parts]
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        part = connection.recv(count - len(found))
+        if not part:
+            raise ConnectionError("the other end is closed")
+        found += part
+    return bytes(found)
+
+
+@contextlib.contextmanager
+def joined(place: Place | None) -> Iterator[Group | None]:
+    """The group at ``place`` while the block runs; None, and nothing done, for a process by itself."""
+    if place is None:
+        yield None
+        return
+    with Group(place) as group:
+        yield group

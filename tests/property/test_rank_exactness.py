@@ -1,0 +1,56 @@
+"""L1 to L5 among ranks: processes that share a model decode with draft trees what they decode plainly, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kdgen.config import load_config
+from kdgen.oracles import model_cases
+from kdgen.plan.ir import Compute
+from kdgen.spec import Spec, load_spec
+from kdgen.verify.ranks import check_ranks
+from kdgen.verify.report import Check
+from kdgen.verify.variants import variants
+
+#: Dimensions that 1 to 4 ranks divide, 3 of them into odd parts.
+TWELVE = {"name": "twelve", "vocab_size": 540, "num_attention_heads": 12, "intermediate_size": 132, "moe_intermediate_size": 36}
+
+
+def problems(checks: list[Check]) -> list[str]:
+    assert {check.part for check in checks} == {"ranks"} and len(checks) >= 7
+    return [f"{check.name}: {check.why}" for check in checks if check.status != "ok"]
+
+
+def twelve() -> Spec:
+    return Spec.from_mapping(load_spec("tiny").model_dump(mode="json") | TWELVE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_number_of_ranks(ranks: int) -> None:
+    checks = check_ranks(twelve(), "f32", ranks, situations=2, seed=ranks)
+    assert not problems(checks)
+    logits = checks[0]
+    assert "float64 reference" in logits.name and logits.figure is not None
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("tiny", 4), ("tiny2", 2)])
+def test_the_oracles_tokens(case: str, ranks: int) -> None:
+    found = next(each for each in model_cases() if each.name == case)
+    checks = check_ranks(load_config(found.folder), "f32", ranks, case, situations=1)
+    assert not problems(checks)
+    assert any("oracle's greedy tokens" in check.name for check in checks)
+
+
+def test_a_drafter_on_every_rank() -> None:
+    assert not problems(check_ranks(load_spec("tiny-dflash"), "f32", 2, situations=1))
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_int4_experts_and_biases(compute: Compute) -> None:
+    spec = next(spec for spec in variants() if spec.name == "tiny-v2")
+    assert not problems(check_ranks(spec, compute, 2, situations=1))
+
+
+def test_in_any_order_of_threads() -> None:
+    """Blocks and threads in a drawn order, asynchronous copies late: the same bits."""
+    assert not problems(check_ranks(load_spec("tiny2"), "bf16", 2, backend="cpu-shuffled", situations=1))

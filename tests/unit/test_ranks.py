@@ -1,0 +1,321 @@
+"""Ranks: the places that launchers give, exchanges, and the end of a job in which one rank fails, dies or leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kdgen.errors import BackendError, KdgenError
+from kdgen.launch import run_ranks
+from kdgen.ranks import Group, Place, place_in
+
+SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
+
+
+# ---- places -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not one of srun's tasks
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+            Place(5, 8, 1, "10.0.0.1", 29501),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": "4000", "KDGEN_JOB": "x"},
+            Place(1, 2, 1, "127.0.0.1", 4000, "x"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            Place(3, 4, 3, "127.0.0.1", 29611),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Place(1, 2, 1, "127.0.0.1", 29611)),
+        (
+            {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "MASTER_ADDR": "n0",
+             "SLURM_JOB_ID": "70001"},
+            Place(9, 16, 1, "n0", 29612),
+        ),
+    ],
+)  # fmt: skip
+def test_places(environment: dict[str, str], expected: Place | None) -> None:
+    assert place_in(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "2"}, "set MASTER_ADDR"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "KDGEN_PORT": "70000"}, "set KDGEN_PORT"),
+    ],
+)
+def test_places_that_cannot_be(environment: dict[str, str], reason: str) -> None:
+    with pytest.raises(KdgenError, match=reason):
+        place_in(environment)
+
+
+# ---- groups, in threads of this process ---------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def groups(ranks: int) -> list[Group]:
+    port, found = free_port(), {}
+
+    def join(rank: int) -> None:
+        found[rank] = Group(Place(rank, ranks, rank, "127.0.0.1", port, "job"), 20)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_every_rank_gets_what_all_gave() -> None:
+    members = groups(3)
+    results: dict[int, list[bytes]] = {}
+
+    def exchange(group: Group) -> None:
+        results[group.rank] = group.exchange(bytes([group.rank]) * (group.rank * 100_000))
+
+    threads = [threading.Thread(target=exchange, args=(group,)) for group in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [b"", b"\1" * 100_000, b"\2" * 200_000]
+    assert [results[rank] for rank in range(3)] == [expected] * 3
+    assert all(group.one_host for group in members)
+    for group in members:
+        group.close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(KdgenError, match="ranks 1, 2 of 3 did not come"):
+        Group(Place(0, 3, 0, "127.0.0.1", free_port()), 0.3)
+
+
+def test_nobody_to_join() -> None:
+    with pytest.raises(KdgenError, match="rank 1 cannot reach rank 0"):
+        Group(Place(1, 2, 1, "127.0.0.1", free_port()), 0.3)
+
+
+def test_strangers_and_other_jobs_are_ignored() -> None:
+    port = free_port()
+    outcome: list[object] = []
+
+    def accept() -> None:
+        try:
+            Group(Place(0, 2, 0, "127.0.0.1", port, "ours"), 1.5)
+        except KdgenError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(KdgenError, match="cannot reach rank 0"):
+        Group(Place(1, 2, 1, "127.0.0.1", port, "theirs"), 0.5)
+    thread.join()
+    assert outcome == ["ranks 1 of 2 did not come"]
+
+
+def test_other_numbers_of_ranks_do_not_fit() -> None:
+    port = free_port()
+
+    def accept() -> None:
+        with pytest.raises(KdgenError, match="did not come"):
+            Group(Place(0, 2, 0, "127.0.0.1", port), 2)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with pytest.raises(KdgenError, match=r"does not fit: rank 0 runs kdgen .* with 2 ranks"):
+        Group(Place(1, 3, 1, "127.0.0.1", port), 2)
+    thread.join()
+
+
+def test_a_farewell_is_no_failure_and_an_error_is_told() -> None:
+    first, second, third = groups(3)
+    third.close()
+    time.sleep(0.2)
+    assert first.left == {2} and not first.lost and not second.lost
+    second.close("KdgenError: something was wrong")
+    deadline = time.monotonic() + 5
+    while not first.lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first.lost == "rank 1 failed: KdgenError: something was wrong"
+    with pytest.raises(BackendError, match="rank 1 failed"):
+        first.check()
+    first.close()
+
+
+# ---- jobs, in processes -------------------------------------------------------------------------------------------------
+
+_JOB = """
+import os, sys, time
+from kdgen.backends import open_backend
+from kdgen.backends.base import AllGather, Pointer
+from kdgen.errors import KdgenError
+from kdgen.ranks import joined, place_in
+import numpy as np
+
+def job(group, gather):
+{body}
+
+try:
+    with joined(place_in(os.environ)) as group:
+        backend = open_backend("cpu")
+        backend.join(group)
+        source, target = backend.empty((1000,), "i32"), backend.empty((group.ranks, 1000), "i32")
+        def gather(value, count=1000):
+            backend.write(source, np.full(1000, value, np.int32))
+            backend.gather(AllGather("gather_test", Pointer(source), Pointer(target), 4 * count))
+            return backend.to_host(target).reshape(-1)[: group.ranks * count].reshape(group.ranks, count)
+        job(group, gather)
+except KdgenError as error:
+    sys.stderr.write(f"kdgen: error: {{error}}\\n")
+    sys.exit(2)
+"""
+
+
+def run(tmp_path: Path, ranks: int, body: str) -> tuple[int, str, str, float]:
+    """Exit code, rank 0's output, what was said, seconds. Each rank writes its process id first."""
+    script, pids = tmp_path / "job.py", tmp_path / "pids"
+    pids.mkdir()
+    body = f"open({str(pids)!r} + f'/{{os.getpid()}}', 'w').close()\n{body}"
+    script.write_text(_JOB.format(body="\n".join("    " + line for line in body.splitlines())))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    began = time.monotonic()
+    with (tmp_path / "out").open("w+b") as output, (tmp_path / "err").open("w+b") as errors:
+        code = run_ranks([sys.executable, str(script)], ranks, environment, output=output, errors=errors)
+    seconds = time.monotonic() - began
+    assert len(list(pids.iterdir())) == ranks and not any(alive(int(path.name)) for path in pids.iterdir())
+    return code, (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), seconds
+
+
+def test_gathers_of_all_sizes(tmp_path: Path) -> None:
+    body = """
+for turn in range(200):
+    count = [1, 7, 1000, 64][turn % 4]
+    found = gather(10 * turn + group.rank, count)
+    assert (found == 10 * turn + np.arange(group.ranks)[:, None]).all(), (turn, found)
+print("done")
+"""
+    for ranks in (2, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        assert run(folder, ranks, body)[:3] == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, victim: int) -> None:
+    body = f"""
+gather(1)
+if group.rank == {victim}:
+    os.kill(os.getpid(), 9)
+while True:
+    gather(2)
+"""
+    code, _, said, seconds = run(tmp_path, 3, body)
+    assert code == 2 and seconds < SECONDS and f"rank {victim} of 3 was ended by SIGKILL" in said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_ends_the_job_with_its_error(tmp_path: Path, failing: int) -> None:
+    body = f"""
+gather(1)
+if group.rank == {failing}:
+    raise KdgenError("the tokens ran out")
+while True:
+    gather(2)
+"""
+    code, _, said, seconds = run(tmp_path, 2, body)
+    assert code == 2 and seconds < SECONDS and "kdgen: error: the tokens ran out" in said
+
+
+def test_a_rank_that_leaves_early_is_not_waited_for(tmp_path: Path) -> None:
+    body = """
+gather(1)
+if group.rank == 1:
+    return
+gather(2)
+"""
+    code, _, said, seconds = run(tmp_path, 2, body)
+    assert code == 2 and seconds < SECONDS and "gather_test: rank 1 has ended, and rank 0 waits for it" in said
+
+
+def test_a_rank_that_hangs_outside_is_ended_too(tmp_path: Path) -> None:
+    body = """
+gather(1)
+if group.rank == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+    code, _, _, seconds = run(tmp_path, 2, body)
+    assert code == 2 and seconds < SECONDS
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: int, code: int) -> None:
+    """Asked to, as by the command line on SIGTERM, or killed: nothing is left."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks import joined, place_in\n"
+        "with joined(place_in(os.environ)) as group:\n"
+        "    Path(__file__).with_name(f'pid{group.rank}').write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    launcher_script = tmp_path / "launcher.py"
+    launcher_script.write_text(
+        "import signal, sys\nfrom kdgen.launch import run_ranks\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"run_ranks([sys.executable, {str(rank)!r}], 2)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    files = [tmp_path / f"pid{each}" for each in (0, 1)]
+    with subprocess.Popen([sys.executable, str(launcher_script)], env=environment) as launcher:
+        deadline = time.monotonic() + 20
+        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(SECONDS) == code
+    deadline = time.monotonic() + SECONDS
+    left = [int(file.read_text()) for file in files]
+    while any(map(alive, left)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, left))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(KdgenError, match="rank 0 cannot be started: no-such-command"):
+        run_ranks(["no-such-command"], 2)
