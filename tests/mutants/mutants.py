@@ -40,6 +40,7 @@ TEMPLATES = [
         "argmax",
         ("ties to the higher id", "b.index < a.index", "b.index > a.index"),
         ("the last warp is left out", "w < WARPS; ++w) best", "w < WARPS - 1; ++w) best"),
+        ("a rank's ids begin at 0", "first_token + best.index : best.index", "best.index : best.index"),
         (
             "no barrier before the warps are joined",
             "  __syncthreads();\n  if (threadIdx.x != 0) return;",
@@ -112,6 +113,7 @@ TEMPLATES = [
         "embed",
         ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;"),
         ("does not wait for the kernel before", "  begin_after_previous_kernel();\n", ""),
+        ("a rank takes the token behind its last", "row < ROWS", "row <= ROWS"),
     ),
     *_in(
         "experts_f32",
@@ -289,6 +291,22 @@ TEMPLATES = [
         ("lists one assignment late", "assignments[begin++] = a", "assignments[++begin] = a"),
     ),
     *_in(
+        "rank_choice",
+        ("ties between ranks to the higher id", "theirs[1] < token", "theirs[1] > token"),
+        ("ranks' rows as many as there are tokens", "rank * rows + token_row", "rank * *num_tokens + token_row"),
+    ),
+    *_in(
+        "rank_logits",
+        ("ranks' rows as many as there are tokens", "rank * rows + token_row", "rank * *num_tokens + token_row"),
+        ("ranks in the opposite order", "RANKS + rank) * VOCAB", "RANKS + RANKS - 1 - rank) * VOCAB"),
+    ),
+    *_in(
+        "rank_sum",
+        ("the last rank is left out", "rank < RANKS; ++rank", "rank < RANKS - 1; ++rank"),
+        ("ranks' rows as many as there are tokens", "rank * rows * WIDTH", "rank * *num_tokens * WIDTH"),
+        ("the bias once a rank", "  sum += bias[i];", "  sum += RANKS * bias[i];"),
+    ),
+    *_in(
         "rmsnorm",
         ("eps outside the root", "1.0f / sqrtf(square_sum / WIDTH + EPS)", "1.0f / (sqrtf(square_sum / WIDTH) + EPS)"),
         ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
@@ -421,8 +439,8 @@ PLAN = [
         "kdgen/plan/programs.py",
         (
             "shared experts left out",
-            "if not spec.shared_intermediate_size:\n        return routed",
-            "if True:\n        return routed",
+            "if not spec.shared_intermediate_size:\n        return *routed",
+            "if True:\n        return *routed",
             "together",
         ),
         (
