@@ -102,7 +102,15 @@ class Engine:
         self._need_memory()
         backend.load([rendered.source for rendered in render(plan)])
         self._weights = self._load_weights(_packed(weights), _packed(weights if draft_weights is None else draft_weights), progress)
-        self._buffers = {b.name: backend.empty(b.shape, b.dtype) for b in plan.buffers}
+        self._buffers: dict[str, DeviceArray] = {}
+        self._everywhere: dict[str, DeviceArray] = {}  # addresses of a buffer on every rank
+        for each in plan.buffers:
+            if each.role == "inbox":
+                self._buffers[each.name], self._everywhere[each.name] = backend.inbox(each.shape, each.dtype)
+            else:
+                self._buffers[each.name] = backend.empty(each.shape, each.dtype)
+            if each.role == "counter":
+                self._write(each.name, np.zeros(each.shape, numpy_dtype(each.dtype)))
         for prefix, rotated in (("", spec), ("draft_", spec.draft)):
             if rotated is not None:
                 cos, sin = rope_tables(rotated, plan.limits.capacity)
@@ -390,6 +398,8 @@ class Engine:
             return None
         if arg.kind == "int":
             return arg.value
+        if arg.kind == "ranks":
+            return Pointer(self._everywhere[arg.name])
         if arg.kind == "weight":
             return Pointer(self._weights[arg.name])
         if arg.kind == "layer_weight":

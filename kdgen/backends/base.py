@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kdgen.errors import BackendError
 from kdgen.plan.ir import DType
+from kdgen.plan.shard import Exchange
 from kdgen.ranks import Group
 
 
@@ -141,12 +142,19 @@ class Backend(ABC):
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
         """Start a loaded kernel. Raises BackendError naming the kernel when the launch is refused or (CPU) the kernel misbehaves."""
 
-    def join(self, group: Group) -> None:
-        """Become one of several ranks, whose backends all join; ``gather`` needs it.
+    def join(self, group: Group) -> Exchange:
+        """Become one of several ranks, whose backends all join; ``gather`` and ``inbox`` need it. Returns the best exchange they have.
 
-        Raises BackendError when this backend cannot share memory with the others'.
+        Raises BackendError when this backend cannot exchange anything with the others'.
         """
         raise BackendError(f"{self.description} cannot be one of several ranks")
+
+    def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
+        """Zeros that kernels of all ranks may write to, and the addresses of every rank's, i32 [ranks, 2] (the low word first).
+
+        All ranks call it alike. Raises BackendError when memory cannot be shared.
+        """
+        raise BackendError(f"{self.description} shares no memory with other ranks")
 
     def gather(self, work: AllGather) -> None:
         """Start a collective. Every rank starts the same ones in the same order. Raises BackendError when another rank is gone."""

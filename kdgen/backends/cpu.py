@@ -26,10 +26,11 @@ import numpy.typing as npt
 from kdgen.backends import host_compiler, line_table
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer, Source
 from kdgen.backends.host_compiler import HostCompiler
-from kdgen.backends.shared import SharedGather, bind
+from kdgen.backends.shared import SharedGather, bind, shared_memory
 from kdgen.cache import Cache
 from kdgen.errors import BackendError, CompileError
 from kdgen.plan.ir import ITEM_BYTES, DType
+from kdgen.plan.shard import Exchange
 from kdgen.ranks import Group
 from kdgen.resources import templates_dir
 
@@ -167,6 +168,17 @@ class _Allocation:
             self.free()
 
 
+class _Mapped(_Allocation):
+    """Memory that this process shares with others; it goes with the last of them."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
+        self._memory = memory
+        self.address, self.nbytes, self.label = address, nbytes, ""
+
+    def free(self) -> None:
+        self.address = 0
+
+
 class CpuBackend(Backend):
     """Runs kernels on this machine's processor.
 
@@ -191,6 +203,7 @@ class CpuBackend(Backend):
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
         self._shared: SharedGather | None = None
+        self._group: Group | None = None
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -247,10 +260,25 @@ class CpuBackend(Backend):
 
     # ---- ranks ------------------------------------------------------------
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Group) -> Exchange:
         """The others are processes of this host. They share its OS threads."""
         self._os_threads = max(1, self._os_threads // group.ranks)
         self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
+        self._group = group
+        return "gather"
+
+    def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
+        """Its words are waited for inside kernels, block by block in one order: in plain mode alone."""
+        if self._group is None or self.mode != "plain":
+            return super().inbox(shape, dtype)
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        room = -(-nbytes // 4096) * 4096
+        memory = shared_memory(self._group, self._group.ranks * room)
+        first = memory.ctypes.data
+        mine = _Mapped(memory, first + self._group.rank * room, nbytes)
+        addresses = first + room * np.arange(self._group.ranks, dtype=np.uint64)
+        table = self.to_device(addresses.view(np.int32).reshape(-1, 2), "i32")
+        return DeviceArray(shape, dtype, mine.address, nbytes, mine), table
 
     def gather(self, work: AllGather) -> None:
         if self._shared is None:

@@ -62,30 +62,37 @@ class SharedGather:
 
     def _grow(self, size: int) -> None:
         """Larger slots. All ranks come here in the same collective, for all have the same sizes."""
-        group = self._group
         self._room = 1 << (size - 1).bit_length()
-        total = group.ranks * (FLAG_BYTES + 2 * self._room)
-        path = b""
-        if group.rank == 0:
-            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-            try:
-                handle, name = tempfile.mkstemp(prefix="kdgen-ranks-", dir=folder)
-                with os.fdopen(handle, "wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, total)
-            except OSError as error:
-                raise BackendError(f"no {total} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
-            path = os.fsencode(name)
-        path = group.exchange(path)[0]
-        try:
-            with Path(os.fsdecode(path)).open("r+b") as file:
-                self._memory = np.frombuffer(mmap.mmap(file.fileno(), total), np.uint8)
-        except OSError as error:
-            raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
-        finally:
-            group.exchange(b"")  # everybody has it
-            if group.rank == 0:
-                Path(os.fsdecode(path)).unlink()
+        self._memory = shared_memory(self._group, self.ranks * (FLAG_BYTES + 2 * self._room))
         self._count = 0
+
+
+def shared_memory(group: Group, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Zeros that all ranks of ``group`` have mapped; all call it alike. It goes with the last array of it.
+
+    Raises BackendError when there is no room for it, or a rank is lost.
+    """
+    path = b""
+    if group.rank == 0:
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        try:
+            handle, name = tempfile.mkstemp(prefix="kdgen-ranks-", dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise BackendError(f"no {nbytes} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
+        path = os.fsencode(name)
+    try:
+        path = group.exchange(path)[0]
+        with Path(os.fsdecode(path)).open("r+b") as file:
+            memory = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+        group.exchange(b"")  # everybody has it
+    except OSError as error:
+        raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
+    finally:
+        if group.rank == 0:
+            Path(os.fsdecode(path)).unlink(missing_ok=True)
+    return memory
 
 
 def bind(library: ctypes.CDLL) -> tuple[Signal, Wait]:

@@ -300,12 +300,12 @@ def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard) ->
     step, rows = "step_count step_sequence draft_begin sequence_length", "num_tokens row_sequence row_position"
     begin = (
         launch("draft_block", *_named(f"{step} root_token num_tokens tokens row_sequence row_position row_last")),
-        *embedding(part_of(spec, shard.ranks), shard),
+        *embedding(part_of(spec, shard.ranks), limits, shard),
     )
     end = (
         _norm(weight("draft_final_norm")),
         launch("lm_head", *_named("num_tokens hidden"), weight("lm_head"), buffer("draft_logits" if shard.whole else "logits")),
-        *(() if shard.whole else joined_logits("draft_logits")),
+        *(() if shard.whole else joined_logits("draft_logits", limits.max_rows, shard)),
         launch("top_k", *_named("step_count draft_shape draft_logits candidate_tokens candidate_log_probs")),
     )
     splits, capacity = integer(_max_splits(draft, limits)), integer(limits.capacity)

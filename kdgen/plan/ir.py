@@ -81,7 +81,7 @@ class Kernel:
     summary: str
 
 
-ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows"]
+ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Arg:
 
     ``buffer``/``weight``: pointer to the named tensor. ``layer_buffer``: pointer to the named buffer's slice for the
     current layer (its leading dimension). ``layer_weight``: pointer to weight ``layers.<current layer>.<name>``.
-    ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds them (an int32).
+    ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds them (an int32). ``ranks``: pointer to the addresses
+    of the named buffer on every rank, 8 bytes each.
     """
 
     kind: ArgKind
@@ -142,12 +143,15 @@ class Program:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Device memory other than weights. ``state`` outlives steps (lengths, trees, caches); ``workspace`` is dead between programs."""
+    """Device memory other than weights. ``state`` outlives steps (lengths, trees, caches); ``workspace`` is dead between programs.
+
+    ``inbox`` is memory that other ranks write to, ``counter`` state that they keep in step with; both begin with zeros.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    role: Literal["state", "workspace"]
+    role: Literal["state", "workspace", "inbox", "counter"]
 
     @property
     def bytes(self) -> int:

@@ -7,11 +7,12 @@ layer's shape, never of how many token rows a launch has.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
-from kdgen.plan.shard import part_of
+from kdgen.plan.shard import Exchange, part_of
 from kdgen.spec import LORA_NORM_EPS, Spec
 
 #: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
@@ -80,6 +81,11 @@ def block_for(width: int, most: int = 256) -> int:
     return max(32, min(most, -(-width // 32) * 32))
 
 
+def column_blocks(width: int) -> int:
+    """Blocks of an elementwise pass over a row of ``width``."""
+    return -(-width // block_for(width))
+
+
 def _slices(cols: int) -> int:
     """Warps that split ``cols`` inputs in the generic kernels."""
     return 4 if cols >= 32 else 1
@@ -139,9 +145,9 @@ class Linear:
 class Catalogue:
     """Builds the kernels of one spec in one mode, for one of ``ranks`` ranks: ``spec`` then is its part, ``whole`` the model."""
 
-    def __init__(self, whole: Spec, mode: Mode, ranks: int = 1) -> None:
+    def __init__(self, whole: Spec, mode: Mode, ranks: int = 1, exchange: Exchange = "gather") -> None:
         spec = part_of(whole, ranks)
-        self.whole, self.spec, self.ranks = whole, spec, ranks
+        self.whole, self.spec, self.ranks, self.exchange = whole, spec, ranks, exchange
         self.mode = mode
         self.fast = mode.compute == "bf16"
         self.split = split_keys(spec, mode.compute)
@@ -425,14 +431,26 @@ class Catalogue:
         found = [self._rank_sum("rank_sum", bias=False)]
         if self.spec.attention_bias:
             found.append(self._rank_sum("rank_sum_bias", bias=True))
+        if self.exchange == "peer":
+            found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]
         return [*found, self._rank_choice(), self._rank_logits()]
+
+    def _peer_gather(self, name: str, width: int, kind: Literal["float", "int"]) -> Kernel:
+        block = block_for(width)
+        p = params.PeerGather(name, width, self.ranks, kind, block)
+        grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
+        cost = Cost(0, width * (4 + 12 * self.ranks))
+        return Kernel(name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory")
 
     def _rank_sum(self, name: str, bias: bool) -> Kernel:
         width, block = self.spec.hidden_size, block_for(self.spec.hidden_size)
-        p = params.RankSum(name, width, self.ranks, bias, block)
         cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2), width * self.ranks)
-        grid = (ROW_EXTENT, Extent(-(-width // block)), ONE)
-        return Kernel(name, "rank_sum.cu.j2", p, block, grid, 0, cost, "the ranks' partial results added to the residual")
+        grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
+        summary = "the ranks' partial results added to the residual"
+        if self.exchange == "peer":
+            peer = params.PeerSum(name, width, self.ranks, bias, block)
+            return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
+        return Kernel(name, "rank_sum.cu.j2", params.RankSum(name, width, self.ranks, bias, block), block, grid, 0, cost, summary)
 
     def _rank_choice(self) -> Kernel:
         p = params.RankChoice("rank_choice", self.whole.vocab_size, self.ranks, 32)

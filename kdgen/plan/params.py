@@ -284,6 +284,24 @@ class RankSum:
 
 
 @dataclass(frozen=True)
+class PeerSum:
+    name: str
+    width: int
+    ranks: int
+    bias: bool
+    block: int
+
+
+@dataclass(frozen=True)
+class PeerGather:
+    name: str
+    width: int
+    ranks: int
+    type: Literal["float", "int"]
+    block: int
+
+
+@dataclass(frozen=True)
 class RankChoice:
     name: str
     vocab: int

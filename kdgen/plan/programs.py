@@ -8,7 +8,7 @@ sampling, which are named ``<program>_sampled``.
 from __future__ import annotations
 
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
-from kdgen.plan.kernels import Mode, split_keys
+from kdgen.plan.kernels import Mode, column_blocks, split_keys
 from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
@@ -96,18 +96,25 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         found += [
             work("attention_part", "f32", rows, spec.hidden_size),
             work("mlp_part", "f32", rows, spec.hidden_size),
-            work("parts", "f32", shard.ranks, rows, spec.hidden_size),
             work("choice", "i32", rows, 2),
             work("choices", "i32", shard.ranks, rows, 2),
             work("logits_parts", "f32", shard.ranks, rows, spec.vocab_size),
             work("whole_logits", "f32", rows, whole.vocab_size),
         ]
+        if shard.exchange == "gather":
+            found.append(work("parts", "f32", shard.ranks, rows, spec.hidden_size))
+        else:
+            for name, width in (("sum", spec.hidden_size), ("choice", 2), ("logits", spec.vocab_size)):
+                found += [  # a word and its round, for each of two turns
+                    Buffer(f"inbox_{name}", "i32", (2, shard.ranks, rows, width, 2), "inbox"),
+                    Buffer(f"rounds_{name}", "i32", (rows, column_blocks(width)), "counter"),
+                ]
     return tuple(found)
 
 
 def gathers(whole: Spec, shard: Shard) -> tuple[Gather, ...]:
-    """The collectives of several ranks."""
-    if shard.whole:
+    """The collectives of several ranks that are no kernels."""
+    if shard.whole or shard.exchange == "peer":
         return ()
     spec = part_of(whole, shard.ranks)
     return (
@@ -129,7 +136,7 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
     top_k = launch("top_k", *_buffers("step_count draft_shape draft_logits candidate_tokens candidate_log_probs"))
     forward = _forward(spec, mode, limits, shard)
     found = []
-    for suffix, choose in _choices(spec, shard):
+    for suffix, choose in _choices(spec, shard, limits.max_rows):
         found += [
             Program(f"prefill{suffix}", (Stage((_chain_rows(from_root=False),)), *forward, Stage((*choose, advance)))),
             Program(f"decode{suffix}", (Stage((_chain_rows(from_root=True),)), *forward, Stage((*choose, advance)))),
@@ -138,7 +145,7 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
     return (*found, Program("draft_top_k", (Stage((top_k,)),)))
 
 
-def _choices(spec: Spec, shard: Shard) -> tuple[tuple[str, tuple[Launch, ...]], ...]:
+def _choices(spec: Spec, shard: Shard, rows: int) -> tuple[tuple[str, tuple[Launch, ...]], ...]:
     """How a step's next tokens are chosen, by the suffix of its program's name: one way for one rank, two for several."""
     drawn = "row_sequence row_position temperature top_k top_p min_p seed next_token"
     if shard.whole:
@@ -147,16 +154,27 @@ def _choices(spec: Spec, shard: Shard) -> tuple[tuple[str, tuple[Launch, ...]], 
         )
     greedy = (
         launch("argmax", *_buffers("num_tokens logits"), integer(shard.rank * spec.vocab_size), buffer("choice")),
-        launch("gather_choice"),
+        _gather(shard, rows, "choice", "choices"),
         launch("rank_choice", *_buffers("num_tokens choices"), ROWS, buffer("next_token")),
     )
-    sampled = (*joined_logits("whole_logits"), launch("sample", *_buffers(f"num_tokens whole_logits {drawn}")))
+    sampled = (*joined_logits("whole_logits", rows, shard), launch("sample", *_buffers(f"num_tokens whole_logits {drawn}")))
     return ("", greedy), (SAMPLED, (*greedy, *sampled))
 
 
-def joined_logits(target: str) -> tuple[Launch, ...]:
-    """The ranks' logits as whole rows in the buffer ``target``."""
-    return launch("gather_logits"), launch("rank_logits", *_buffers("num_tokens logits_parts"), ROWS, buffer(target))
+def joined_logits(target: str, rows: int, shard: Shard) -> tuple[Launch, ...]:
+    """The ranks' logits as whole rows in the buffer ``target``. ``rows``: the most token rows of a step."""
+    join = launch("rank_logits", *_buffers("num_tokens logits_parts"), ROWS, buffer(target))
+    return _gather(shard, rows, "logits", "logits_parts"), join
+
+
+def _gather(shard: Shard, rows: int, source: str, target: str) -> Launch:
+    """Every rank's ``source``, one rank after another, to ``target``."""
+    if shard.exchange == "gather":
+        return launch(f"gather_{source}")
+    return launch(
+        f"gather_{source}", *_buffers(f"num_tokens {source}"), Arg("ranks", f"inbox_{source}"), integer(shard.rank), integer(rows), ROWS,
+        *_buffers(f"rounds_{source} {target}"),
+    )  # fmt: skip
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -224,29 +242,31 @@ def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
 def _forward(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Stage, ...]:
     attention = _attention(spec, mode, limits, shard)
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
-    stages = [Stage(embedding(spec, shard))]
+    stages = [Stage(embedding(spec, limits, shard))]
     if dense:
-        stages.append(Stage((*attention, *_dense_mlp(shard)), (0, dense)))
+        stages.append(Stage((*attention, *_dense_mlp(limits, shard)), (0, dense)))
     if spec.has_moe:
-        stages.append(Stage((*attention, *_moe(spec, shard)), moe))
+        stages.append(Stage((*attention, *_moe(spec, limits, shard)), moe))
     head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
     stages.append(Stage((_norm(weight("norm")), head)))
     return tuple(stages)
 
 
-def embedding(spec: Spec, shard: Shard) -> tuple[Launch, ...]:
+def embedding(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     """The step's tokens into the residual. ``spec`` is a rank's part."""
     start = (*_buffers("num_tokens tokens"), weight("embed_tokens"))
     if shard.whole:
         return (launch("embed", *start, buffer("residual")),)
-    return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *_summed("mlp")
+    return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *_summed("mlp", limits, shard)
 
 
-def _summed(what: str, bias: Arg | None = None) -> tuple[Launch, ...]:
+def _summed(what: str, limits: Limits, shard: Shard, bias: Arg | None = None) -> tuple[Launch, ...]:
     """The ranks' parts of ``what`` into the residual."""
-    extra = (bias,) if bias else ()
-    join = launch("rank_sum_bias" if bias else "rank_sum", *_buffers("num_tokens parts"), ROWS, *extra, buffer("residual"))
-    return launch(f"gather_{what}"), join
+    name, end = "rank_sum_bias" if bias else "rank_sum", (*((bias,) if bias else ()), buffer("residual"))
+    if shard.exchange == "gather":
+        return launch(f"gather_{what}"), launch(name, *_buffers("num_tokens parts"), ROWS, *end)
+    places = Arg("ranks", "inbox_sum"), integer(shard.rank), integer(limits.max_rows)
+    return (launch(name, *_buffers(f"num_tokens {what}_part"), *places, buffer("rounds_sum"), *end),)
 
 
 def _norm(gain: Arg) -> Launch:
@@ -280,23 +300,23 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[La
     out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias),)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
-        out = (_linear("o_proj", "attention", "attention_part"), *_summed("attention", bias))
+        out = (_linear("o_proj", "attention", "attention_part"), *_summed("attention", limits, shard, bias))
     return (
         _norm(layer_weight("input_layernorm")), *queries, rope, _linear("w_uk_absorb", "q", "query"), attend, combine,
         _linear("w_uv_absorb", "latent", "attention"), *out, _norm(layer_weight("post_attention_layernorm")),
     )  # fmt: skip
 
 
-def _dense_mlp(shard: Shard) -> tuple[Launch, ...]:
+def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     gate_up = _linear("gate_up_proj", "hidden", "mlp")
     if shard.whole:
         return gate_up, _linear("down_proj", "mlp", "residual")
-    return gate_up, _linear("down_proj", "mlp", "mlp_part"), *_summed("mlp")
+    return gate_up, _linear("down_proj", "mlp", "mlp_part"), *_summed("mlp", limits, shard)
 
 
-def _moe(spec: Spec, shard: Shard) -> tuple[Launch, ...]:
+def _moe(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     target = "residual" if shard.whole else "mlp_part"
-    joined = () if shard.whole else _summed("mlp")
+    joined = () if shard.whole else _summed("mlp", limits, shard)
     bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
     lists = _buffers("num_active active_expert active_begin active_end assignments")
     routed = (

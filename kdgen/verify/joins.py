@@ -1,4 +1,7 @@
-"""Checks of the kernels that put the ranks' parts together."""
+"""Checks of the kernels that put the ranks' parts together, and of those that send them there.
+
+Those run as rank 1 of their ranks, whose inboxes are all in this process's memory: the others' words lie in its own before it starts.
+"""
 
 from __future__ import annotations
 
@@ -86,3 +89,84 @@ def check_rank_logits(bench: Bench) -> None:
 
     expected = parts.swapaxes(0, 1).reshape(most, -1).astype(np.float64)
     check_rows(bench, run, {"joined": (expected, np.zeros(1))})
+
+
+# ---- through the ranks' memory ------------------------------------------------------------------------------------------
+
+_RANK = 1
+_ROUND = 6  #: of the blocks so far
+
+
+def _words(values: Array, round_: int) -> Array:
+    """Four-byte values as words of a round: i32 [..., 2]."""
+    return np.stack([values.view(np.int32), np.full(values.shape, round_, np.int32)], axis=-1)
+
+
+class _Inboxes:
+    """Every rank's inbox [turn, from rank, rows, width] of words, this rank's filled with what the others send it."""
+
+    def __init__(self, bench: Bench, parts: Array, rows: NDArray[np.int64], blocks: int) -> None:
+        self._bench, self._ranks, count = bench, len(parts), len(rows)
+        self.rows = count + _SPARE_ROWS
+        stale = bench.rng.integers(-9, 9, (self._ranks, 2, self._ranks, self.rows, parts.shape[2])).astype(np.int32)
+        before = _words(stale, _ROUND - 1)
+        self._turn = (_ROUND + 1) % 2
+        before[_RANK, self._turn, :, :count] = _words(parts[:, rows], _ROUND + 1)
+        self._before = before
+        self._arrays = [bench.input(each) for each in before]
+        addresses = np.array([array.address for array in self._arrays], np.uint64)
+        self.addresses = bench.input(addresses.view(np.int32).reshape(-1, 2))
+        self.rounds = bench.input(np.full((self.rows, blocks), _ROUND, np.int32))
+
+    def check(self, mine: Array) -> None:
+        """Every other rank has got ``mine`` [count, width] in its place, nothing else has changed, and the blocks that ran know it."""
+        count = len(mine)
+        for rank, array in enumerate(self._arrays):
+            expected = self._before[rank].copy()
+            if rank != _RANK:
+                expected[self._turn, _RANK, :count] = _words(mine, _ROUND + 1)
+            self._bench.findings.equal(f"inbox of rank {rank}", self._bench.read(array), expected)
+        rounds = np.full(self.rounds.shape, _ROUND, np.int32)
+        rounds[:count] += 1
+        self._bench.findings.equal("rounds", self._bench.read(self.rounds), rounds)
+
+
+@for_template(CHECKS, ["peer_sum.cu.j2"])
+def check_peer_sum(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    parts, residual = bench.random("f32", p.ranks, most, p.width), bench.random("f32", most, p.width)
+    bias = bench.random("f32", p.width) if p.bias else None
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        start = poison("f32", guard(count), p.width)
+        start[:count] = residual[rows]
+        y, inboxes = bench.input(start), _Inboxes(bench, parts, rows, bench.kernel.grid[1].times)
+        extra = [] if bias is None else [bench.input(bias)]
+        part = bench.input(parts[_RANK, rows])
+        bench.launch(bench.integer(count), part, inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds, *extra, y, tokens=count)
+        inboxes.check(parts[_RANK, rows])
+        return {"residual": split_guard(bench, "residual", bench.read(y), count)}
+
+    terms = [*parts.astype(np.float64), residual, *([] if bias is None else [np.broadcast_to(bias, residual.shape)])]
+    error = tolerances.EPS32 * (len(terms) + 1) * np.abs(terms).sum(axis=0)
+    check_rows(bench, run, {"residual": (np.sum(terms, axis=0), error)})
+
+
+@for_template(CHECKS, ["peer_gather.cu.j2"])
+def check_peer_gather(bench: Bench) -> None:
+    p, most = bench.p, max(bench.tokens)
+    parts = bench.rng.integers(-(2**31), 2**31, (p.ranks, most, p.width)).astype(np.int32)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        bound, inboxes = count + 1, _Inboxes(bench, parts, rows, bench.kernel.grid[1].times)
+        gathered = bench.poisoned("i32", p.ranks, bound, p.width)
+        places = (inboxes.addresses, _RANK, inboxes.rows, bound, inboxes.rounds)
+        bench.launch(bench.integer(count), bench.input(parts[_RANK, rows]), *places, gathered, tokens=count)
+        inboxes.check(parts[_RANK, rows])
+        got = bench.read(gathered)
+        bench.findings.untouched("rows beyond the step's", got[:, count:])
+        return {"gathered": np.ascontiguousarray(got[:, :count].swapaxes(0, 1))}
+
+    check_rows(bench, run, {"gathered": (parts.swapaxes(0, 1), np.zeros(1))})

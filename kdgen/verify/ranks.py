@@ -20,7 +20,7 @@ from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
 from kdgen.oracles import model_cases
 from kdgen.plan.ir import Compute
-from kdgen.plan.shard import WHOLE, Shard
+from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks import joined, place_in
 from kdgen.spec import Spec
 from kdgen.verify.decodes import SITUATIONS, check_decodes, oracle_subject, random_subject
@@ -37,16 +37,18 @@ class Job:
     backend: str
     situations: int  #: so many of decodes.SITUATIONS
     seed: int
+    exchange: Exchange
 
 
 def check_ranks(
-    spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0
-) -> list[Check]:
+    spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0,
+    exchange: Exchange = "gather",
+) -> list[Check]:  # fmt: skip
     """The checks of ``check_decodes`` by ``ranks`` processes; the figure of each is the largest of any rank.
 
     Raises KdgenError when a rank fails otherwise than by a check, with what it said.
     """
-    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed)
+    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange)
     command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, output=output, errors=errors)
@@ -73,7 +75,7 @@ def run_rank(job: Job) -> list[list[Check]] | None:
     """This process's part of ``job``: on rank 0 what every rank found, else None."""
     spec = Spec.from_mapping(job.spec)
     with joined(place_in(os.environ)) as group:
-        shard = Shard(group.ranks, group.rank) if group else WHOLE
+        shard = Shard(group.ranks, group.rank, job.exchange) if group else WHOLE
         backend = open_backend(job.backend)
         if group:
             backend.join(group)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import get_args
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
-from kdgen.plan.shard import Shard, part_of, shard_obstacles
+from kdgen.plan.shard import Exchange, Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
+from kdgen.verify import joins
 from kdgen.verify.bench import SLICE_TILES, Bench, Size
 from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.draw import RequestDraw, Situation
@@ -41,6 +43,8 @@ DEFAULT_SPECS = ("tiny", "tiny2")
 CHECKER = "cpu-checker"
 CHECKER_TOKENS = (1, 9)
 RANKS = 2  #: of models whose dims they divide
+#: Templates of which several ranks have versions of their own.
+RANK_TEMPLATES = frozenset({"embed.cu.j2", "moe_combine.cu.j2", "argmax.cu.j2", *joins.CHECKS})
 #: The situation that every model is put in: four requests over three slabs, full to the last token, across a split of 64 keys.
 TOGETHER = Situation(
     weights_seed=1, slots=3, spare=0, max_tokens=13,
@@ -107,7 +111,7 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
-    shared = [(spec, shared) for spec, plan in (*plans, *others) if (shared := shared_plan(spec, plan)) is not None]
+    shared = [(spec, shared) for spec, plan in (*plans, *others) for shared in shared_plans(spec, plan)]
     for spec, plan in shared:
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
@@ -196,12 +200,18 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
 # ---- ranks --------------------------------------------------------------------------------------------------------------
 
 
-def shared_plan(spec: Spec, plan: Plan) -> Plan | None:
-    """The plan of one of two ranks with the kernels alone that one rank does not have; None where two cannot share the model."""
+def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
+    """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower."""
     if shard_obstacles(spec, RANKS) or (plan.compute == "bf16" and mma_obstacles(part_of(spec, RANKS))):
-        return None
-    shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1))
-    return replace(shared, kernels=tuple(kernel for kernel in shared.kernels if kernel not in plan.kernels))
+        return []
+    found: list[Plan] = []
+    seen = list(plan.kernels)
+    for exchange in get_args(Exchange):
+        shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1, exchange))
+        kernels = tuple(each for each in shared.kernels if each not in seen and each.template in RANK_TEMPLATES)
+        seen += kernels
+        found.append(replace(shared, kernels=kernels))
+    return found
 
 
 def _ranks(spec: Spec, say: Say) -> Iterator[Check]:

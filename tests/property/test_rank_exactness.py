@@ -51,6 +51,11 @@ def test_int4_experts_and_biases(compute: Compute) -> None:
     assert not problems(check_ranks(spec, compute, 2, situations=1))
 
 
+def test_through_the_ranks_memory() -> None:
+    """The kernels that send words to the other ranks and wait for theirs."""
+    assert not problems(check_ranks(load_spec("tiny2"), "f32", 2, situations=1, exchange="peer"))
+
+
 def test_in_any_order_of_threads() -> None:
     """Blocks and threads in a drawn order, asynchronous copies late: the same bits."""
     assert not problems(check_ranks(load_spec("tiny2"), "bf16", 2, backend="cpu-shuffled", situations=1))

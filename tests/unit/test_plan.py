@@ -21,15 +21,16 @@ from kdgen.spec import load_spec
 
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 #: Shipped specs, and one of two ranks of those with every kind of layer.
-SUBJECTS = [*SPECS, "tiny@2", "tiny-dflash@2", "k26@2"]
+SUBJECTS = [*SPECS, "tiny@2", "tiny-dflash@2", "k26@2", "tiny@2 peer", "k26@8 peer"]
 EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SUBJECTS for compute in ("f32", "bf16")])
 #: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
 POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int"}, "u8": {"unsigned char"}}
 
 
 def build(subject: str, compute: Compute) -> Plan:
-    name, _, ranks = subject.partition("@")
-    return build_plan(load_spec(name), compute, shard=Shard(int(ranks), 1) if ranks else WHOLE)
+    name, _, shared = subject.partition("@")
+    ranks, _, peer = shared.partition(" ")
+    return build_plan(load_spec(name), compute, shard=Shard(int(ranks), 1, "peer" if peer else "gather") if ranks else WHOLE)
 
 
 @functools.cache
@@ -66,6 +67,8 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
             assert read_only and (tensor.layers is not None) == (arg.kind == "layer_weight")
             assert tensor.layers is None or tensor.layers[0] <= layer < tensor.layers[1]
             assert pointer[:-1] in POINTERS[tensor.dtype]
+        elif arg.kind == "ranks":
+            assert declared == "const u64*" and buffers[arg.name].role == "inbox"
         else:
             assert pointer[:-1] in POINTERS[buffers[arg.name].dtype]
             assert arg.kind == "buffer" or layer < buffers[arg.name].shape[0]
@@ -89,7 +92,9 @@ def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
     args = [(arg, layer) for launch, layer in launches for arg in launch.args]
     assert {launch.kernel for launch, _ in launches} == {each.name for each in (*plan.kernels, *plan.gathers)}
     gathered = {name for gather in plan.gathers for name in (gather.source, gather.target)}
-    assert {arg.name for arg, _ in args if "buffer" in arg.kind} | gathered == {buffer.name for buffer in plan.buffers}
+    assert {arg.name for arg, _ in args if "buffer" in arg.kind or arg.kind == "ranks"} | gathered == {
+        buffer.name for buffer in plan.buffers
+    }
     read = {(arg.name, layer if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
     weights = (*plan.weights, *plan.draft_weights)
     assert read == {(weight.name, layer) for weight in weights for layer in range(*(weight.layers or (0, 1)))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import get_args
 
 import jinja2
 import pytest
@@ -15,7 +16,7 @@ from kdgen.errors import KdgenError
 from kdgen.plan import params
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
-from kdgen.plan.shard import Shard
+from kdgen.plan.shard import Exchange, Shard
 from kdgen.render import environment, hexfloat, render
 from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
@@ -28,7 +29,8 @@ def contexts() -> dict[str, set[type]]:
     """The dataclasses each template is rendered with, over every shipped spec in both dtypes, and for one of two ranks."""
     found: dict[str, set[type]] = {}
     for dtype in DTYPES:
-        for plan in (*plans_for([], dtype), build_plan(load_spec("tiny"), dtype, shard=Shard(2))):
+        shared = [build_plan(load_spec("tiny"), dtype, shard=Shard(2, 0, exchange)) for exchange in get_args(Exchange)]
+        for plan in (*plans_for([], dtype), *shared):
             for kernel in plan.kernels:
                 found.setdefault(kernel.template, set()).add(type(kernel.params))
     return found

@@ -10,7 +10,7 @@ from kdgen.plan.ir import Compute, Kernel
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
-from kdgen.verify.run import DEFAULT_SPECS, shared_plan
+from kdgen.verify.run import DEFAULT_SPECS, shared_plans
 from kdgen.verify.variants import variants
 
 
@@ -18,8 +18,8 @@ def kernels() -> list[Kernel]:
     both: tuple[Compute, ...] = ("f32", "bf16")
     specs = [*map(load_spec, DEFAULT_SPECS), *variants()]
     plans = [(spec, build_plan(spec, compute)) for spec in specs for compute in both if compute == "f32" or not mma_obstacles(spec)]
-    shared = [shared_plan(spec, plan) for spec, plan in plans]
-    return [kernel for plan in (*(plan for _, plan in plans), *shared) if plan is not None for kernel in plan.kernels]
+    shared = [each for spec, plan in plans for each in shared_plans(spec, plan)]
+    return [kernel for plan in (*(plan for _, plan in plans), *shared) for kernel in plan.kernels]
 
 
 def test_every_template_is_checked() -> None:

@@ -56,6 +56,7 @@ EMU_API void emu_copy_commit();
 EMU_API void emu_copy_wait(int groups);
 EMU_API void emu_fence();
 EMU_API void emu_yield();
+EMU_API void emu_pause();
 EMU_API unsigned emu_active_mask();
 EMU_API uint64_t emu_atomic(EmuAtomicOp op, EmuAtomicType type, void* p, uint64_t value, uint64_t compare, int line);
 EMU_API __attribute__((noreturn)) void emu_fail(const char* what, int line);

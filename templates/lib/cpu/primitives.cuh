@@ -133,6 +133,21 @@ static inline void allow_next_kernel() {}
 static inline void wait_for_previous_kernel() {}
 static inline void begin_after_previous_kernel() {}
 
+// ---- ranks ----------------------------------------------------------------
+// Memory that other processes share. Whoever waits lets the block's other threads run, and now and then other processes.
+EMU_UNCHECKED static inline void send_word(u64* to, u32 word, u32 round, EMU_HERE) {
+  EMU_TOUCH(to, 8, true, emu_context->lane->index, line);
+  __atomic_store_n(to, (u64)round << 32 | word, __ATOMIC_RELAXED);
+}
+EMU_UNCHECKED static inline bool word_is_there(const u64* from, u32 round, u32& word, EMU_HERE) {
+  EMU_TOUCH(from, 8, false, emu_context->lane->index, line);
+  const u64 both = __atomic_load_n(from, __ATOMIC_RELAXED);
+  word = (u32)both;
+  if ((u32)(both >> 32) == round) return true;
+  emu_pause();
+  return false;
+}
+
 // ---- warps ----------------------------------------------------------------
 // the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
 template <bool Max>

@@ -125,6 +125,19 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
   wait_for_previous_kernel();
 }
 
+// ---- ranks ----------------------------------------------------------------
+// Memory of other GPUs. A word goes with the round that it belongs to, in 8 bytes that arrive as one.
+__device__ __forceinline__ void send_word(u64* to, u32 word, u32 round) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64)round << 32 | word) : "memory");
+}
+// whether the word of this round has come; `word` is another round's if not
+__device__ __forceinline__ bool word_is_there(const u64* from, u32 round, u32& word) {
+  u64 both;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+  word = (u32)both;
+  return (u32)(both >> 32) == round;
+}
+
 // ---- warps ----------------------------------------------------------------
 // butterflies in the fixed order xor 16, 8, 4, 2, 1: every lane gets the same bits
 __device__ __forceinline__ float warp_sum(float v) {

@@ -1,6 +1,7 @@
 // Which lane runs next, barriers, and what warps do together. A lane runs until it must wait; plain order then takes the next
 // lane of the warp, shuffled order any. A collective is performed by the last lane to arrive, for all of them.
 #pragma once
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -222,6 +223,21 @@ EMU_API void emu_yield() {  // lets others run, for loops that wait
   Warp* warp = warp_of(me);
   if (others) warp = &w->warps[pick(w, others, warp->index)];
   if (warp->runnable) resume(w, me, warp->lanes[pick(w, warp->runnable, me->index)]);
+}
+// For loops that wait for another process, whose threads may wait for any of this block's: all of these get their turn, one after
+// another, and now and then whoever else wants the processor does.
+EMU_API void emu_pause() {
+  static thread_local unsigned calls = 0;
+  if (++calls % 64 == 0) sched_yield();
+  Worker* w = current();
+  Lane* me = current_lane(w);
+  Warp* warp = warp_of(me);
+  const unsigned above = me->index < 31 ? warp->runnable & ~((2u << me->index) - 1) : 0;
+  if (above) return resume(w, me, warp->lanes[__builtin_ctz(above)]);
+  const unsigned next = warp->index < 31 ? w->ready_warps & ~((2u << warp->index) - 1) : 0;
+  warp = &w->warps[__builtin_ctz(next ? next : w->ready_warps)];
+  Lane* lane = warp->lanes[__builtin_ctz(warp->runnable)];
+  if (lane != me) resume(w, me, lane);
 }
 
 // ---- a lane's life --------------------------------------------------------
