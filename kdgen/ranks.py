@@ -134,6 +134,11 @@ class Group:
             self.check()
             raise BackendError(f"rank {self.rank} lost its connection to the other ranks: {error}") from error
 
+    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """Rank 0's ``seconds``."""
+        found = json.loads(self.exchange(json.dumps(list(seconds.items())).encode())[0])
+        return {int(key): float(value) for key, value in found}
+
     def check(self) -> None:
         """Raises BackendError when a rank is lost."""
         if self.lost:

@@ -61,7 +61,7 @@ def step_costs(engine: Engine, root: int) -> dict[int, float]:
             times.append(stop())
             engine.cut(length, root)
         costs[budget] = min(times[2:])
-    return costs
+    return engine.backend.agreed(costs)
 
 
 class Rounds:
@@ -107,7 +107,7 @@ class Rounds:
                     times.append(stop())
                 self.engine.cut(self._length, root)
                 self._costs[budget] = min(times[1:])  # the first one warms up
-        return dict(self._costs)
+        return self.engine.backend.agreed(self._costs)
 
     @property
     def running(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,10 @@ class Backend(ABC):
         All ranks call it alike. Raises BackendError when memory cannot be shared.
         """
         raise BackendError(f"{self.description} shares no memory with other ranks")
+
+    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """What rank 0 measured, for ranks must choose alike; ``seconds`` itself where there are no others."""
+        return dict(seconds)
 
     def gather(self, work: AllGather) -> None:
         """Start a collective. Every rank starts the same ones in the same order. Raises BackendError when another rank is gone."""

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -279,6 +279,9 @@ class CpuBackend(Backend):
         addresses = first + room * np.arange(self._group.ranks, dtype=np.uint64)
         table = self.to_device(addresses.view(np.int32).reshape(-1, 2), "i32")
         return DeviceArray(shape, dtype, mine.address, nbytes, mine), table
+
+    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        return dict(seconds) if self._group is None else self._group.agreed(seconds)
 
     def gather(self, work: AllGather) -> None:
         if self._shared is None:
