@@ -1,156 +1,61 @@
-"""``kdgen demo``: the main job on a model small enough for any machine."""
+"""``kdgen demo``: the main job, on the small model that comes with kdgen or on any with random weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 import click
-import numpy as np
+from click.core import ParameterSource
 
-from kdgen.backends import backend_names, open_backend
-from kdgen.cli.output import emit_json, emit_table, status
-from kdgen.decode import Decoded, decode_plain, decode_tree
-from kdgen.drafters.base import Drafter
-from kdgen.drafters.ngram import NgramDrafter
-from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
-from kdgen.engine import Engine
-from kdgen.errors import KdgenError
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits
-from kdgen.spec import Spec, load_spec
-from kdgen.weights.random import random_weights
+from kdgen.backends import backend_names
+from kdgen.plan.ir import Compute
 
-PROMPT_TOKENS = 16
-MOST_WEIGHTS = 4e9  #: bytes
 DRAFTERS = ("replay", "ngram", "random", "adversarial")
+OF_THE_MODEL = ("prompt", "prompt_number", "list_prompts", "tree")
+OF_A_SPEC = ("draft", "error_rate", "seed")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way of decoding. ``exact``: the tokens, and the bits of every committed cache row, are those of plain decoding."""
-
-    method: str
-    exact: bool
-    forwards: int
-    tokens_per_forward: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Demo:
-    spec: str
-    compute: str
-    backend: str
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    tree_tokens: tuple[int, ...]
-    rows: tuple[Row, ...]
-    exact: bool
-    note: str
-
-
-@click.command("demo")
-@click.argument("spec_name", metavar="[SPEC]", default="tiny")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=25, show_default=True, help="Tokens to decode.")
-@click.option("--draft", type=click.Choice(DRAFTERS), help="One drafter only; without it, several are compared.")
-@click.option("--error-rate", type=click.FloatRange(0, 1), help="How often replay is wrong; without it, 0 and 0.2 are shown.")
+@click.command("demo", short_help="Decode with draft trees and plainly, and compare.")
+@click.argument("spec_name", metavar="[SPEC]", required=False)
+@click.option("--prompt", metavar="TEXT", help="Python source to continue.")
+@click.option("--prompt-number", type=click.IntRange(min=1), default=1, show_default=True, help="One of the held-out prompts instead.")
+@click.option("--list-prompts", is_flag=True, help="Show the held-out prompts, and decode nothing.")
+@click.option("--tree", is_flag=True, help="Draw the draft tree of the step that accepted most.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode.  [default: 192, of a SPEC 25]")
 @click.option("--budget", type=click.IntRange(0, 63), default=15, show_default=True, help="Most draft nodes of a tree.")
-@click.option("--block-size", type=click.IntRange(2, 16), default=8, show_default=True, help="Root and deepest draft token.")
-@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
+@click.option("--block-size", type=click.IntRange(2, 16), help="Root and deepest draft token.  [default: 16, of a SPEC 8]")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of weights, prompt and drafters.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--draft", type=click.Choice(DRAFTERS), help="With SPEC: one drafter only; without it, several are compared.")
+@click.option("--error-rate", type=click.FloatRange(0, 1), help="With SPEC: how often replay is wrong; without it, 0 and 0.2 are shown.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="With SPEC: of weights, prompt and drafters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.demo-model/1, of a SPEC kdgen.demo/1).")
 @click.pass_context
 def command(
-    ctx: click.Context, spec_name: str, max_new_tokens: int, draft: str | None, error_rate: float | None, budget: int, block_size: int,
-    dtype: Compute | None, backend: str | None, seed: int, as_json: bool,
+    ctx: click.Context, spec_name: str | None, prompt: str | None, prompt_number: int, list_prompts: bool, tree: bool,
+    max_new_tokens: int | None, budget: int, block_size: int | None, dtype: Compute | None, backend: str | None, draft: str | None,
+    error_rate: float | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Decode plainly and with draft trees, and compare tokens, bits and work.
+    """Decode with draft trees and plainly, and compare tokens, bits and work.
 
-    The model is SPEC (a YAML file or a shipped name) with random weights: what it says means nothing, but every kernel of the full
-    architecture runs. Exit code 1 if a draft tree changed anything.
+    The model that comes with kdgen continues Python source that it was not trained on; on a terminal, the colour of its text changes with
+    every step. With SPEC (a YAML file or a shipped name) the model is that one, with random weights: what it says means nothing, but
+    every kernel of the full architecture runs. Exit code 1 if a draft tree changed anything.
     """
-    spec = load_spec(spec_name)
-    with status() as say:
-        report, engine = _demo(spec, max_new_tokens, draft, error_rate, budget, block_size, dtype, backend, seed, say)
-    if as_json:
-        emit_json("kdgen.demo/1", report)
+    for name in OF_THE_MODEL if spec_name else OF_A_SPEC:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} is for the model that comes with kdgen: leave out SPEC" if spec_name else f"{option} needs a SPEC"
+            )
+    if spec_name:
+        from kdgen.cli import demo_random
+
+        exact = demo_random.run(spec_name, max_new_tokens or 25, draft, error_rate, budget, block_size or 8, dtype, backend, seed, as_json)
     else:
-        _print(report, engine, budget, block_size)
-    ctx.exit(0 if report.exact else 1)
+        from kdgen.cli import demo_model
 
-
-def _demo(
-    spec: Spec, max_new_tokens: int, draft: str | None, error_rate: float | None, budget: int, block_size: int, dtype: Compute | None,
-    backend: str | None, seed: int, say: Callable[[str], None],
-) -> tuple[Demo, Engine]:  # fmt: skip
-    say(f"{spec.name}: generating and compiling kernels")
-    engine = _engine(spec, dtype, backend, seed, max_new_tokens)
-    prompt = tuple(int(t) for t in np.random.default_rng(seed).integers(0, spec.vocab_size, PROMPT_TOKENS))
-    say("decoding plainly")
-    plain = decode_plain(engine, prompt, max_new_tokens)
-    cache = engine.cache_rows().tobytes()
-    committed = engine.length()
-    rows, trees = [_row("plain", plain, True)], []
-    for label, drafter in _drafters(spec, (*prompt, *plain.tokens), draft, error_rate, seed):
-        say(f"decoding with draft trees: {label}")
-        tree = decode_tree(engine, prompt, max_new_tokens, drafter, budget, block_size)
-        same_cache = engine.length() == committed and engine.cache_rows().tobytes() == cache
-        trees.append(tree)
-        rows.append(_row(f"tree, {label}", tree, tree.tokens == plain.tokens and same_cache))
-    exact = all(row.exact for row in rows)
-    note = "the GPU runs one launch at a time here; captured graphs are faster"
-    if engine.backend.name != "cuda":
-        note = "the CPU emulates the GPU thread by thread: compare forwards, not seconds"
-    where = engine.backend.description
-    return Demo(spec.name, engine.plan.compute, where, prompt, plain.tokens, trees[0].tokens, tuple(rows), exact, note), engine
-
-
-def _engine(spec: Spec, dtype: Compute | None, backend: str | None, seed: int, max_new_tokens: int) -> Engine:
-    plan = build_plan(spec, dtype, Limits(max_context=min(PROMPT_TOKENS + max_new_tokens, spec.max_position_embeddings)))
-    size = sum(w.total_bytes for w in plan.weights)
-    if size > MOST_WEIGHTS:
-        raise KdgenError(f"{spec.name} has {size / 1e9:.0f} GB of weights, too many for a demonstration: try `kdgen demo tiny`")
-    return Engine(spec, plan, open_backend(backend, seed), random_weights(spec, seed).__getitem__)
-
-
-def _drafters(spec: Spec, truth: tuple[int, ...], draft: str | None, error_rate: float | None, seed: int) -> Iterator[tuple[str, Drafter]]:
-    """What to compare, with a label for each."""
-    for rate in (0.0, 0.2) if error_rate is None else (error_rate,):
-        if draft in (None, "replay"):
-            yield f"replay wrong {rate:.0%} of the time", ReplayDrafter(truth, spec.vocab_size, rate, seed)
-    if draft in (None, "ngram"):
-        yield "ngram (prompt lookup)", NgramDrafter()
-    if draft in (None, "random"):
-        yield "random", RandomDrafter(spec.vocab_size, seed)
-    if draft in (None, "adversarial"):
-        yield "adversarial (always wrong)", AdversarialDrafter(truth, spec.vocab_size, seed=seed)
-
-
-def _row(method: str, decoded: Decoded, exact: bool) -> Row:
-    # the first token comes from the prefill
-    per_forward = (len(decoded.tokens) - 1) / decoded.target_forwards if decoded.target_forwards else 0.0
-    return Row(method, exact, decoded.target_forwards, per_forward, decoded.decode_seconds)
-
-
-def _print(report: Demo, engine: Engine, budget: int, block_size: int) -> None:
-    spec = engine.spec
-    click.echo(
-        f"{report.spec}: {spec.num_hidden_layers} layers, hidden {spec.hidden_size}, {spec.n_routed_experts or 'no'} experts, "
-        f"random weights; {report.compute} on {report.backend}"
-    )
-    click.echo(f"{len(engine.plan.kernels)} kernels generated for these shapes; trees of at most {budget} nodes, block {block_size}\n")
-    click.echo(f"prompt       {_ids(report.prompt)}")
-    click.echo(f"plain        {_ids(report.tokens)}")
-    click.echo(f"draft tree   {_ids(report.tree_tokens)}\n")
-    emit_table(
-        ("decoding", "target forwards", "tokens a forward", "seconds", "same tokens and cache bits"),
-        [(r.method, str(r.forwards), f"{r.tokens_per_forward:.2f}", f"{r.seconds:.3f}", "yes" if r.exact else "NO") for r in report.rows],
-        right=(1, 2, 3),
-    )
-    click.echo(f"\ngreedy-exact: {'yes' if report.exact else 'NO'}. About the times: {report.note}.")
-
-
-def _ids(tokens: tuple[int, ...]) -> str:
-    return " ".join(map(str, tokens))
+        if list_prompts:
+            demo_model.list_prompts(as_json)
+            return
+        given = demo_model.Given(prompt, prompt_number, max_new_tokens or 192, budget, block_size or 16, dtype, backend)
+        exact = demo_model.run(given, tree, as_json)
+    ctx.exit(0 if exact else 1)

@@ -75,7 +75,7 @@ def examine() -> DoctorReport:
     cache = cache_state(Cache.default())
     if not cache.writable:
         problems.append(f"the cache {cache.path} cannot be written; set KDGEN_CACHE_DIR")
-    names = ("cuda-core", "cuda-bindings", "numba-cuda", "nvidia-cuda-nvrtc", "numpy", "ml_dtypes", "jinja2", "safetensors")
+    names = ("cuda-core", "cuda-bindings", "numba-cuda", "nvidia-cuda-nvrtc", "numpy", "ml_dtypes", "jinja2", "safetensors", "tokenizers")
     return DoctorReport(
         kdgen=__version__,
         python=platform.python_version(),

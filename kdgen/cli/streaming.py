@@ -35,16 +35,17 @@ class Live:
         self._began = time.perf_counter()
 
     def __call__(self, tokens: tuple[int, ...]) -> None:
-        if not self.steps:
+        first = not self.steps
+        self.steps.append(tokens)
+        self._times.append(time.perf_counter())
+        if first:
             self._before()
         if self._stream:
             self._show(self._stream.feed(token for token in tokens if token not in self._stops))
         else:
-            self._show("".join(f" {token}" for token in tokens) if self.steps else " ".join(map(str, tokens)))
-        if not self.steps:
+            self._show(("" if first else " ") + " ".join(map(str, tokens)))
+        if first:
             self.first_token = process_seconds()
-        self.steps.append(tokens)
-        self._times.append(time.perf_counter())
 
     def finish(self) -> None:
         """Write what is left, and end the line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,12 +44,15 @@ def run(installed: Path, cwd: Path, *command: str) -> subprocess.CompletedProces
 def test_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for folder in ("templates", "specs"):
+        demo_bytes = sum(info.compress_size for info in archive.infolist() if info.filename.startswith("kdgen/_data/demo/"))
+    assert demo_bytes < 6_000_000
+    for folder in ("templates", "specs", "demo"):
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 assert f"kdgen/_data/{file.relative_to(ROOT).as_posix()}" in names
     assert "kdgen/py.typed" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    for licence in ("LICENSE", "demo/LICENSE-Python.txt"):
+        assert any(name.endswith(f"licenses/{licence}") for name in names)
     assert {name.split("/")[0] for name in names} == {"kdgen", f"kdgen-{__version__}.dist-info"}
 
 
@@ -64,6 +68,14 @@ def test_it_finds_the_checkout_that_it_runs_in(installed: Path, tmp_path: Path) 
     for folder, found in ((tmp_path, None), (ROOT, ROOT / "tests" / "oracle" / "data")):
         result = run(installed, folder, sys.executable, "-P", "-c", script)
         assert result.stdout.split() == [str(installed / "kdgen" / "oracles.py"), str(found)], result.stderr
+
+
+def test_the_demo_model_is_in_it(installed: Path, tmp_path: Path) -> None:
+    options = ("demo", "--backend", "cpu", "--max-new-tokens", "8", "--json")
+    result = run(installed, tmp_path, str(installed / "bin" / "kdgen"), *options)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["tokens"]) == 8 and report["same_tokens"] and report["same_cache_bits"]
 
 
 def test_version(installed: Path, tmp_path: Path) -> None:
