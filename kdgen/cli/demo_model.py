@@ -14,7 +14,7 @@ from rich.text import Text
 from kdgen.cli.demo_random import note_on_times
 from kdgen.cli.output import console, emit_json, emit_table, status
 from kdgen.cli.streaming import Live, harmless, to_nowhere
-from kdgen.cli.tree_picture import Node, draw, last_tree
+from kdgen.cli.tree_picture import Node, accepted, draw, guessed, last_tree
 from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.demo.prompts import Prompt, read_prompts
 from kdgen.drafters.dflash import DFlashDrafter
@@ -61,8 +61,8 @@ class Way:
 class Demo:
     """``prompt_path`` and ``prompt_line`` say where the prompt stands in the standard library; null: it was given.
 
-    ``histogram`` has an entry a step, by the tokens that it accepted, from 1 (the root alone) on. ``tree`` is that of the step that
-    accepted most, where it was asked for.
+    ``histogram`` has an entry a step, by the tokens that it accepted, from 1 (the root alone) on. ``tree`` is that of the step
+    that accepted most beyond the first guesses, where it was asked for.
     """
 
     backend: str
@@ -152,7 +152,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
         prompt=prompt.text,
         tokens=tree.tokens,
         text=live.text,
-        tree=max(trees, key=lambda nodes: sum(node.accepted for node in nodes), default=None),
+        tree=max(trees, key=lambda nodes: (accepted(nodes) - guessed(nodes), accepted(nodes)), default=None),
         histogram=tuple(counts[length] for length in range(1, max(counts, default=0) + 1)),
         ways=(Way.of("draft trees", tree), Way.of("plain", plain)),
         same_tokens=tree.tokens == plain.tokens,
@@ -204,8 +204,9 @@ def _painter(prompt: str) -> Callable[[str], None]:
 def _print(report: Demo, tokenizer: Tokenizer) -> None:
     out = console()
     if report.tree:
-        accepted = sum(node.accepted for node in report.tree)
-        click.echo(f"\nThe tree of the step that accepted most: {accepted} of {len(report.tree)} nodes (✓), the root first.")
+        count, of, chain = accepted(report.tree), len(report.tree), guessed(report.tree)
+        click.echo(f"\nThe step where the tree helped most: {count} of {of} nodes accepted (✓), the root first;")
+        click.echo(f"the first guess at each depth alone would have given {chain}.")
         out.print(draw(report.tree, tokenizer))
     click.echo()
     emit_table(
@@ -219,4 +220,4 @@ def _print(report: Demo, tokenizer: Tokenizer) -> None:
         click.echo(f"{length:4} {'█' * -(-count * BAR // most)} {count}")
     tokens, bits = ("yes" if same else "NO" for same in (report.same_tokens, report.same_cache_bits))
     click.echo(f"\nsame tokens: {tokens}; same bits in every cache row: {bits}.")
-    click.echo(f"About times: {report.note}.")
+    click.echo(f"Times: {report.note}.")

@@ -92,8 +92,8 @@ def _demo(
 
 def note_on_times(engine: Engine) -> str:
     if engine.backend.name == "cuda":
-        return "a step of a new size is recorded first, and starts as one CUDA graph from then on"
-    return "the CPU emulates the GPU thread by thread: compare forwards, not seconds"
+        return "a step of a new size is recorded; from then on it is one CUDA graph"
+    return "on the CPU every GPU thread is emulated: compare forwards, not seconds"
 
 
 def _engine(spec: Spec, dtype: Compute | None, backend: str | None, seed: int, max_new_tokens: int) -> Engine:

@@ -33,6 +33,21 @@ def last_tree(engine: Engine) -> tuple[Node, ...]:
     )
 
 
+def accepted(nodes: Sequence[Node]) -> int:
+    return sum(node.accepted for node in nodes)
+
+
+def guessed(nodes: Sequence[Node]) -> int:
+    """Accepted nodes among the first guesses, which are what a chain would have held: siblings come likeliest first."""
+    first: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        first.setdefault(node.parent, place)
+    place, count = 0, 1
+    while (child := first.get(place)) is not None and nodes[child].accepted:
+        place, count = child, count + 1
+    return count
+
+
 def draw(nodes: Sequence[Node], tokenizer: Tokenizer) -> Tree:
     """The tree below the root."""
     children: dict[int, list[int]] = {}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from kdgen.backends.base import Backend
 from kdgen.cli import demo_model, main
-from kdgen.cli.tree_picture import Node, draw, readable
+from kdgen.cli.tree_picture import Node, accepted, draw, guessed, readable
 from kdgen.demo.prompts import read_prompts
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.resources import demo_dir
@@ -46,8 +47,10 @@ def test_the_model_decodes_the_same_with_trees(cpu_backend: Backend) -> None:
     trees, plain = found["ways"]
     assert plain["forwards"] == len(found["tokens"]) - 1 and trees["forwards"] == sum(found["histogram"]) <= plain["forwards"]
     assert sum((place + 1) * count for place, count in enumerate(found["histogram"])) >= len(found["tokens"]) - 1
-    accepted = [node for node in found["tree"] if node["accepted"]]
-    assert len(accepted) == len(found["histogram"]) and found["tree"][0] == {**found["tree"][0], "parent": -1, "accepted": True}
+    tree = tuple(Node(**node) for node in found["tree"])
+    assert 1 <= guessed(tree) <= accepted(tree) <= len(found["histogram"]) and (tree[0].parent, tree[0].accepted) == (-1, True)
+    walk = [place for place, node in enumerate(tree) if node.accepted]
+    assert all(tree[below].parent == above for above, below in pairwise(walk))
 
 
 def test_what_it_prints(cpu_backend: Backend) -> None:
@@ -128,6 +131,7 @@ def test_the_picture_of_a_tree() -> None:
         ("u", 0, False),
     ]
     nodes = [Node(ord(character), parent, accepted) for character, parent, accepted in words]
+    assert (accepted(nodes), guessed(nodes), guessed(nodes[:4])) == (5, 4, 4)
     out = io.StringIO()
     Console(file=out, width=80).print(draw(nodes, BYTES))
     assert [line.rstrip() for line in out.getvalue().splitlines()] == [
