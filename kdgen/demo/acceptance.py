@@ -1,4 +1,6 @@
-"""How many tokens a forward gives on held-out prompts: ``python -m kdgen.demo.acceptance MODEL DRAFTER PROMPTS.json``.
+"""How many tokens a forward gives on held-out prompts: ``python -m kdgen.demo.acceptance [TRAINED]``.
+
+TRAINED is a folder that ``kdgen.demo.train`` wrote; without it, the model that comes with kdgen is measured.
 
 Every prompt is decoded plainly, with the drafter's chain, and with trees of several budgets; all must give the same tokens. A round's
 acceptance length counts the root, so that 1 means that nothing drafted was of use. Prints a table, or JSON.
@@ -19,6 +21,7 @@ from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.model import open_engine, open_model, with_drafter
+from kdgen.resources import demo_dir
 
 BUDGETS = (7, 15, 31, 63)
 SCHEMA = "kdgen.acceptance/1"
@@ -71,9 +74,7 @@ def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kdgen.demo.acceptance", description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("drafter", type=Path)
-    parser.add_argument("prompts", type=Path)
+    parser.add_argument("trained", type=Path, nargs="?", help="folder with model-int4/, drafter/ and prompts.json")
     parser.add_argument("--count", type=int, default=128, help="prompts of the file (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens after each (%(default)s)")
     parser.add_argument("--backend", help="cuda or cpu; a GPU if there is one")
@@ -81,8 +82,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
-        prompts = [prompt.tokens for prompt in read_prompts(options.prompts)[: options.count]]
-        model = with_drafter(open_model(options.model), options.drafter)
+        folder = options.trained or demo_dir()
+        prompts = [prompt.tokens for prompt in read_prompts(folder / "prompts.json")[: options.count]]
+        model = with_drafter(open_model(folder / "model-int4"), folder / "drafter")
         context = max(map(len, prompts)) + options.new_tokens
         engine = open_engine(model, context, options.dtype, options.backend).engine
         rows = []
