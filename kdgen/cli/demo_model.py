@@ -100,7 +100,7 @@ def list_prompts(as_json: bool) -> None:
     if as_json:
         emit_json("kdgen.demo-prompts/1", Listing(tuple(found)))
         return
-    rows = [(str(each.number), f"{each.path}:{each.line}", each.text.strip().partition("\n")[0][:60]) for each in found]
+    rows = [(str(each.number), f"{each.path}:{each.line}", each.text.strip().partition("\n")[0][:32]) for each in found]
     emit_table(("number", "held-out source", "begins"), rows, right=(0,))
 
 
