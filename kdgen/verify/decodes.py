@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import Decoded, decode_plain, decode_tree, prefill
+from kdgen.decode import Decoded, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
@@ -24,6 +25,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.reference.model import ReferenceModel
+from kdgen.rounds import Rounds
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
@@ -164,6 +166,8 @@ def check_decodes(
             detail = f"tokens equal, logits and cache rows by bits (L1, L2); {length:.1f} tokens a forward"
             bits = plain.bits(min(len(engine.logits), len(plain.logits)))
             yield clock.check("decode", str(situation), problem, "" if problem else detail, bits=bits)
+        detail, bits = "tokens and cache rows equal by bits (L1, L2)", 8 * int(plain.cache[:, : len(plain.logits)].nbytes)
+        yield clock.check("decode", "rounds started ahead of results", _rounds(engine.engine, subject, plain), detail, bits=bits)
         if subject.spec.draft is not None:
             yield from check_drafter(engine, subject, plain.decoded, clock.check)
         yield clock.check("decode", "stop token inside a tree", _stopped(engine, subject, plain), "ends where plain decoding would")
@@ -262,6 +266,34 @@ def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, pl
     if len(engine.logits) < needed:
         return tree, f"{len(engine.logits)} rows are committed of {needed}"
     return tree, _difference(engine, plain)
+
+
+class _Turns:
+    """Budgets in turn."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        self._budgets = itertools.cycle(budgets)
+
+    def choose(self) -> int:
+        return next(self._budgets)
+
+    def observe(self, budget: int, nodes: Sequence[int], log_probs: NDArray[np.float32] | None) -> None:
+        """Whatever came of it, the next budget follows."""
+
+
+def _rounds(engine: Engine, subject: Subject, plain: _Plain) -> str:
+    """Plain rounds, or trees of several sizes in turn where the model has a drafter, one of them always ahead of what is known."""
+    draft = subject.spec.draft
+    block = DFlashDrafter(draft.block_size).propose((), draft.block_size - 1) if draft else None
+    rounds = Rounds(engine, block, (0, 7, 31) if block else (0,))
+    got = decode_rounds(rounds, subject.prompt, subject.new_tokens, lambda _: _Turns(rounds.budgets), chunk=9, ahead=1)
+    if got.tokens != plain.decoded.tokens:
+        return "other tokens than plain decoding's"
+    cache = engine.cache_rows()
+    if cache.shape[1] != plain.cache.shape[1]:
+        return f"{cache.shape[1]} committed tokens are left instead of {plain.cache.shape[1]}"
+    count = differing_bits(cache, plain.cache)
+    return f"cache rows differ from plain decoding's in {count} elements" if count else ""
 
 
 def _stopped(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
