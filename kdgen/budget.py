@@ -11,22 +11,25 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-#: The part of the time that may be lost to trying other budgets than the best of the whole run.
+#: What a round weighs against the next where only the last ones count.
+RECENT = 0.8
+#: The part of the time that following the last rounds may lose against the best budget of the whole run; before that, plain steps.
 ALLOWANCE = 0.01
-#: The part that may be spent on looking at a budget not chosen otherwise.
+CREDIT = 8.0
+#: The part of the time that may be spent on looking at a budget not chosen otherwise.
 LOOKS = 0.0075
 #: How much better another budget must be to become the best of the whole run.
 MARGIN = 1.01
 #: Accepted nodes that a bucket starts with, as many as expected: the draft is believed until it has shown how it errs.
 PRIOR = 8.0
-#: What a round weighs against the next where only the last ones count.
-RECENT = 0.9
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Budgets(Protocol):
@@ -102,8 +105,8 @@ class _Estimate:
             sums[:] = [value * self._keep for value in sums]
 
     def belief(self, bucket: int) -> float:
-        """Nodes accepted for one expected."""
-        before = self._behind.belief(bucket) if self._behind else 1.0
+        """Nodes accepted for one expected; without evidence, as the bucket before it."""
+        before = self._behind.belief(bucket) if self._behind else self.belief(bucket - 1) if bucket else 1.0
         return (PRIOR * before + self._accepted[bucket]) / (PRIOR + self._promised[bucket])
 
     def expected(self, bucket: int) -> float:
@@ -117,11 +120,10 @@ class _Estimate:
 
 
 class AutoBudget:
-    """The budget with the most tokens a second over the whole run, or of late, as long as that has not cost more than it may.
+    """The budget with the most tokens a second of late; the whole run's best where following the last rounds has lost too much.
 
-    ``costs`` are measured seconds of a round by budget, 0 for plain decoding among them. The whole run's best is as good as the best
-    fixed budget, whatever the drafter does; what only the last rounds suggest, or a look at a budget not chosen for long, is tried
-    while such trials have cost less than ``ALLOWANCE`` of the time, so that nobody can be led astray for long.
+    ``costs`` are measured seconds of a round by budget, 0 for plain decoding among them. A small part of the time goes to looks at the
+    next larger budget, for what a round shows of larger ones is only what the draft says.
     """
 
     def __init__(self, costs: Mapping[int, float]) -> None:
@@ -134,17 +136,24 @@ class AutoBudget:
         self._recent = _Estimate(buckets, RECENT, self._run)
         self._best = min(2, buckets)  # until something is known; places among the budgets
         self._elapsed = self._debt = self._looked = 0.0
+        self._looks: deque[bool] = deque()  # whether each round not yet observed is one
+        self._count = 0  # of looks
 
     def choose(self) -> int:
-        if not self._elapsed:
+        if not self._elapsed:  # nothing is known yet
+            self._looks.append(False)
             return self._budgets[self._best]
         place, trial = self._best, self._leader(self._recent)
-        if self._debt + self._costs[trial] - 1 / self._speed(self._run, self._best) <= ALLOWANCE * self._elapsed:
+        allowed = CREDIT * self._costs[0] + ALLOWANCE * self._elapsed
+        if self._debt + self._costs[trial] - 1 / self._speed(self._run, self._best) <= allowed:
             place = trial
         look = place + 1 if place + 1 < len(self._budgets) else place - 1
         costs_more = abs(self._costs[look] - self._costs[place])
-        if self._looked + costs_more <= LOOKS * self._elapsed:
+        uneven = 0.5 + self._count * GOLDEN % 1  # so that looks fall in step with nothing
+        self._looks.append(self._looked + uneven * costs_more <= LOOKS * self._elapsed)
+        if self._looks[-1]:
             self._looked += costs_more
+            self._count += 1
             place = look
         return self._budgets[place]
 
@@ -154,7 +163,7 @@ class AutoBudget:
         for node in nodes:
             if node:  # the root is accepted in any case
                 accepted[bisect.bisect_left(self._budgets, node) - 1] += 1
-        believed = [self._run.nodes(i) for i in range(len(accepted))]
+        believed = [self._recent.nodes(i) for i in range(len(accepted))]
         if log_probs is not None:
             expected = bucket_sums(log_probs, self._budgets[1:])
             believed = [accepted[i] if i < place else self._run.belief(i) * expected[i] for i in range(len(accepted))]
@@ -164,7 +173,8 @@ class AutoBudget:
             self._recent.age()
         self._elapsed += self._costs[place]
         gained = sum(accepted) - sum(believed[:best])  # tokens more than the run's best would have had here
-        self._debt += self._costs[place] - self._costs[best] - gained / self._speed(self._run, best)
+        if not self._looks.popleft():
+            self._debt += self._costs[place] - self._costs[best] - gained / self._speed(self._run, best)
         leader = self._leader(self._run)
         if self._speed(self._run, leader) > MARGIN * self._speed(self._run, best):
             self._best = leader

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from kdgen.budget import Budgets
 
 DEPTHS, WIDTH, NODES = 7, 63, 63
+RECORDED_WIDTH = 8  #: candidates of a depth
 
 #: Costs of a round by budget. ``experts``: steps of K2.6's width measured on an H200 in milliseconds (1, 8 and 16 rows; the others
 #: extrapolated), where each row reads experts of its own; ``dense``: rows that cost little, as in a model without experts.
@@ -83,6 +85,22 @@ def switching(length: int, phases: Sequence[tuple[float, float]], period: int, s
     """Drafters that take turns after every ``period`` positions, each (claimed, true)."""
     rng = np.random.default_rng(seed)
     return [_position(rng, *phases[place // period % len(phases)]) for place in range(length)]
+
+
+def save(file: Path, trace: Trace) -> None:
+    """Log-probabilities go to float16, which the comparison of budgets does not feel."""
+    depths = trace[0].log_probs.shape[0]
+    accepted = np.full((len(trace), depths + 1), -1, np.int8)
+    for row, position in zip(accepted, trace, strict=True):
+        row[: len(position.accepted)] = position.accepted
+    log_probs = np.stack([position.log_probs[:, :RECORDED_WIDTH] for position in trace]).astype(np.float16)
+    np.savez_compressed(file, log_probs=log_probs, accepted=accepted)
+
+
+def recorded(file: Path) -> Trace:
+    data = np.load(file)
+    rows = zip(data["log_probs"].astype(np.float32), data["accepted"].tolist(), strict=True)
+    return [Position(log_probs, tuple(node for node in accepted if node >= 0)) for log_probs, accepted in rows]
 
 
 def simulate(policy: Budgets, trace: Trace, costs: dict[int, float], ahead: int = 1) -> Played:
