@@ -108,6 +108,7 @@ class Backend(ABC):
 
     name: str
     description: str  #: the device in words, for reports
+    group: Group | None = None  #: the ranks that this backend has joined
     #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
     rounds_ahead: int = 0
 
@@ -158,7 +159,7 @@ class Backend(ABC):
 
     def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
         """What rank 0 measured, for ranks must choose alike; ``seconds`` itself where there are no others."""
-        return dict(seconds)
+        return dict(seconds) if self.group is None else self.group.agreed(seconds)
 
     def gather(self, work: AllGather) -> None:
         """Start a collective. Every rank starts the same ones in the same order. Raises BackendError when another rank is gone."""

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -203,7 +203,6 @@ class CpuBackend(Backend):
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
         self._shared: SharedGather | None = None
-        self._group: Group | None = None
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -264,24 +263,21 @@ class CpuBackend(Backend):
         """The others are processes of this host. They share its OS threads."""
         self._os_threads = max(1, self._os_threads // group.ranks)
         self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
-        self._group = group
+        self.group = group
         return "gather"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
         """Its words are waited for inside kernels, block by block in one order: in plain mode alone."""
-        if self._group is None or self.mode != "plain":
+        if self.group is None or self.mode != "plain":
             return super().inbox(shape, dtype)
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         room = -(-nbytes // 4096) * 4096
-        memory = shared_memory(self._group, self._group.ranks * room)
+        memory = shared_memory(self.group, self.group.ranks * room)
         first = memory.ctypes.data
-        mine = _Mapped(memory, first + self._group.rank * room, nbytes)
-        addresses = first + room * np.arange(self._group.ranks, dtype=np.uint64)
+        mine = _Mapped(memory, first + self.group.rank * room, nbytes)
+        addresses = first + room * np.arange(self.group.ranks, dtype=np.uint64)
         table = self.to_device(addresses.view(np.int32).reshape(-1, 2), "i32")
         return DeviceArray(shape, dtype, mine.address, nbytes, mine), table
-
-    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        return dict(seconds) if self._group is None else self._group.agreed(seconds)
 
     def gather(self, work: AllGather) -> None:
         if self._shared is None:

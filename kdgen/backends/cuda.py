@@ -21,11 +21,15 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source, Work
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source, Work
+from kdgen.backends.nccl import Nccl
+from kdgen.backends.peers import shared_zeros
 from kdgen.cache import Cache
 from kdgen.compile import Cubin, compile_all
 from kdgen.errors import BackendError
 from kdgen.plan.ir import ITEM_BYTES, DType
+from kdgen.plan.shard import Exchange
+from kdgen.ranks import Group
 from kdgen.resources import templates_dir
 from kdgen.target import arch_of_device
 
@@ -97,6 +101,20 @@ def cuda_unusable() -> str | None:
     return gpu if isinstance(gpu, str) else None
 
 
+def use_gpu(local_rank: int) -> None:
+    """Make the GPU of a rank the first one; before anything asks the driver for one. CUDA_VISIBLE_DEVICES lists those to share out.
+
+    A launcher that has given each rank its own leaves a list of one, which stays. Raises BackendError when the list is too short.
+    """
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    if not visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+    elif len(visible) > 1:
+        if local_rank >= len(visible):
+            raise BackendError(f"CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, and there is a rank {local_rank} on this host")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+
+
 class CudaBackend(Backend):
     """The first GPU. One stream orders everything; errors name the kernels they can come from.
 
@@ -121,6 +139,8 @@ class CudaBackend(Backend):
         self._arrays: dict[int, Any] = {}
         self._handles = itertools.count(1)
         self._unfinished: dict[str, None] = {}  # kernels launched since the last wait, in order
+        self._nccl: Nccl | None = None
+        self._after_collective = False  # the last thing started was one, which lets no kernel start early
         with self._reporting("opening the GPU"):
             from cuda.core import Device
             from numba import cuda as numba_cuda
@@ -130,6 +150,48 @@ class CudaBackend(Backend):
             device = Device(0)
             device.set_current()
             self._launch_stream = device.create_stream(self._stream)
+
+    # ---- ranks ------------------------------------------------------------
+
+    def join(self, group: Group) -> Exchange:
+        """Each of the others has a GPU of its own; ``use_gpu`` has chosen it before this backend was opened."""
+        self.group = group
+        if not group.one_host:
+            return "gather"
+        try:
+            with self._reporting("sharing memory with other GPUs"):
+                shared_zeros(group, 1 << 12)
+        except BackendError:
+            group.check()
+            return "gather"
+        return "peer"
+
+    def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
+        """It stays as long as the process, and cannot be read or written from the host."""
+        if self.group is None:
+            return super().inbox(shape, dtype)
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        with self._reporting(f"sharing {nbytes} bytes of {self.gpu.name} with the other ranks"):
+            address, everywhere = shared_zeros(self.group, nbytes)
+        table = self.to_device(np.array(everywhere, np.uint64).view(np.int32).reshape(-1, 2), "i32")
+        return DeviceArray(shape, dtype, address, nbytes, None), table
+
+    def gather(self, work: AllGather) -> None:
+        if self.group is None:
+            return super().gather(work)
+        source, target = (pointer.array.address + pointer.offset for pointer in (work.source, work.target))
+        with self._reporting(work.name):
+            self._communicator().all_gather(source, target, work.nbytes, int(self._launch_stream.handle))
+        self._after_collective = True
+        self._unfinished[work.name] = None
+
+    def _communicator(self) -> Nccl:
+        if self._nccl is None and self.group is not None:
+            self._nccl = Nccl(self.group)
+        assert self._nccl is not None
+        return self._nccl
+
+    # ---- kernels ----------------------------------------------------------
 
     def load(self, sources: Sequence[Source]) -> None:
         from cuda.core import ObjectCode
@@ -199,7 +261,8 @@ class CudaBackend(Backend):
             raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
         if len(each.args) != loaded.num_arguments:
             raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
-        overlap = each.kernel in self._overlapping and self.gpu.compute_capability >= (9, 0)
+        overlap = each.kernel in self._overlapping and self.gpu.compute_capability >= (9, 0) and not self._after_collective
+        self._after_collective = False
         config = LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem, programmatic_stream_serialization=overlap)
         launch(where, config, loaded, *map(_scalar, each.args))
 
@@ -210,6 +273,9 @@ class CudaBackend(Backend):
         with self._reporting(f"recording kernels {names}"):
             for name in kernels:
                 self._bring_in(name)
+            if any(isinstance(each, AllGather) for each in work):
+                self._communicator()  # made now, for that cannot be recorded
+            self._after_collective = False
             builder = self._launch_stream.create_graph_builder()
             builder.begin_building()
             for each in work:

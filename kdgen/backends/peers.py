@@ -1,0 +1,67 @@
+"""Memory of one GPU that the processes of others map: CUDA's interprocess handles."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kdgen.errors import BackendError
+from kdgen.ranks import Group
+
+_HANDLE_BYTES = 64
+
+
+def shared_zeros(group: Group, nbytes: int) -> tuple[int, list[int]]:
+    """The address of zeros on this rank's GPU, and where every rank's are mapped here; all ranks call it alike.
+
+    They are there as long as the process. Raises BackendError, on every rank, when one of them cannot share or reach memory.
+    """
+    mine, handle, problem = 0, b"", ""
+    try:
+        mine = _zeros(nbytes)
+        handle = _export(mine)
+    except BackendError as error:
+        problem = str(error)
+    addresses = []
+    for rank, theirs in enumerate(group.exchange(handle)):
+        try:
+            addresses.append(mine if rank == group.rank else _open(theirs) if theirs else 0)
+        except BackendError as error:
+            problem = problem or f"memory of rank {rank}: {error}"
+    problems = [said.decode() for said in group.exchange(problem.encode())]
+    for rank, said in enumerate(problems):
+        if said:
+            raise BackendError(f"rank {rank}: {said}")
+    return mine, addresses
+
+
+def _zeros(nbytes: int) -> int:
+    from cuda.bindings import driver
+
+    address = _ok(driver.cuMemAlloc(nbytes))
+    _ok(driver.cuMemsetD8(address, 0, nbytes))
+    _ok(driver.cuCtxSynchronize())
+    return int(address)
+
+
+def _export(address: int) -> bytes:
+    from cuda.bindings import driver
+
+    return ctypes.string_at(_ok(driver.cuIpcGetMemHandle(address)).getPtr(), _HANDLE_BYTES)
+
+
+def _open(handle: bytes) -> int:
+    from cuda.bindings import driver
+
+    received = driver.CUipcMemHandle()
+    ctypes.memmove(received.getPtr(), handle, _HANDLE_BYTES)
+    flag = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+    return int(_ok(driver.cuIpcOpenMemHandle(received, flag)))
+
+
+def _ok(result: tuple[Any, ...]) -> Any:
+    """What a driver call returned beside its status. Raises BackendError for another status than success."""
+    status, *values = result
+    if int(status) != 0:
+        raise BackendError(f"the driver says {status.name}")
+    return values[0] if values else None
