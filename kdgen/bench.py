@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kdgen.backends.base import Launch, Pointer, Source, Work
+from kdgen.backends.base import AllGather, Launch, Pointer, Source, Work
 from kdgen.backends.cuda import CudaBackend
 from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
@@ -53,12 +53,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class BenchReport:
+    """``gathers``: microseconds of each collective that is no kernel, for one token row."""
+
     spec: str
     compute: str
     layers: int
     backend: str
     read_bytes_per_second: float
     steps: tuple[StepTime, ...]
+    gathers: dict[str, float]
 
 
 def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
@@ -79,8 +82,14 @@ def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: 
         if engine.spec.draft is not None:
             say(f"a draft at context {context}")
             steps.append(_draft(engine, engine.spec.draft, backend, context, bandwidth, kernels))
-    spec = engine.spec
-    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps))
+    spec, gathers = engine.spec, _gathers(engine, backend)
+    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps), gathers)
+
+
+def _gathers(engine: Engine, backend: CudaBackend) -> dict[str, float]:
+    """Each collective of a decode step by itself, many times over."""
+    each = {work.name: work for work in engine.work("decode", 1, 1) if isinstance(work, AllGather)}
+    return {name: _median(backend, [work] * LAUNCHES_A_RECORD) / LAUNCHES_A_RECORD * 1e6 for name, work in each.items()}
 
 
 def read_bandwidth(backend: CudaBackend) -> float:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kdgen.backends import open_backend
+from kdgen.backends.base import Backend
+from kdgen.backends.cuda import use_gpu
 from kdgen.config import load_config
 from kdgen.draft_config import load_draft_config
 from kdgen.draft_spec import DraftSpec
@@ -19,6 +21,8 @@ from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.shard import WHOLE, Exchange, Shard
+from kdgen.ranks import Group
 from kdgen.spec import Spec, load_spec
 from kdgen.tokenizer import TextFiles
 from kdgen.weights.checkpoint import Checkpoint
@@ -153,15 +157,19 @@ def open_engine(
     backend: str | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    group: Group | None = None,
+    exchange: Exchange | None = None,
 ) -> Opened:
-    """Plan, compile (through the cache) and load ``model``. ``progress`` is called with bytes of weights done and in all.
+    """Plan, compile (through the cache) and load ``model``, or this rank's part of it where there is a ``group`` of them, by ``exchange``
+    or the best one that they have. ``progress`` is called with bytes of weights done and in all.
 
     Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
     backend cannot run or memory is short, WeightError for damaged weights.
     """
     if model.compute and compute not in (None, model.compute):
         raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
-    plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context))
+    opened, shard = open_shard(group, backend, seed, exchange)
+    plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard)
     began = time.perf_counter()
     loading = began
 
@@ -172,5 +180,19 @@ def open_engine(
         if progress:
             progress(done, total)
 
-    engine = Engine(model.spec, plan, open_backend(backend, seed), model.weights, on_progress, model.draft_weights)
+    engine = Engine(model.spec, plan, opened, model.weights, on_progress, model.draft_weights)
     return Opened(engine, loading - began, time.perf_counter() - loading)
+
+
+def open_shard(group: Group | None, backend: str | None = None, seed: int = 0, exchange: Exchange | None = None) -> tuple[Backend, Shard]:
+    """The backend called ``backend``, joined to the others of ``group`` if there is one, and its place among them.
+
+    Raises what ``open_backend`` does, and BackendError when the ranks cannot exchange anything.
+    """
+    if group is None:
+        return open_backend(backend, seed), WHOLE
+    if backend in (None, "cuda"):
+        use_gpu(group.place.local_rank)
+    opened = open_backend(backend, seed)
+    best = opened.join(group)
+    return opened, Shard(group.ranks, group.rank, exchange or best)

@@ -264,6 +264,7 @@ class CpuBackend(Backend):
         self._os_threads = max(1, self._os_threads // group.ranks)
         self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
         self.group = group
+        self.description += f", one of {group.ranks} ranks"
         return "gather"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:

@@ -156,6 +156,7 @@ class CudaBackend(Backend):
     def join(self, group: Group) -> Exchange:
         """Each of the others has a GPU of its own; ``use_gpu`` has chosen it before this backend was opened."""
         self.group = group
+        self.description += f", one of {group.ranks} ranks"
         if not group.one_host:
             return "gather"
         try:

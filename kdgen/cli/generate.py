@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +29,11 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
+from kdgen.launch import run_ranks
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
+from kdgen.plan.shard import Shard, check_shard
+from kdgen.ranks import Group, joined, place_in
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.tokenizer import load_tokenizer
@@ -174,6 +180,11 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 @click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
 @click.option("--layers", type=click.IntRange(min=1), help="With --random-weights: the first so many layers only.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    help="GPUs (or CPU processes) that share the model, started here unless torchrun, mpirun or srun did.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
 def command(
@@ -182,7 +193,7 @@ def command(
     block_size: int,
     backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
     min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
-    as_json: bool,
+    tp: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
     tokens nor those drawn with a --temperature.
@@ -205,46 +216,63 @@ def command(
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a chat: add --chat")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
-    given = read_text(prompt) if prompt_ids is None else ""
-    with status() as say:
-        say(f"opening {model}")
-        opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
-        if draft not in DRAFTERS:
-            opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
-        spec, files = opened_model.spec, opened_model.text
-        tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
-    if prompt_ids is not None or tokenizer is None:
-        tokens = read_prompt(prompt_ids or "", spec.vocab_size)
-    else:
-        tokens = encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size)
-    room = context_for(spec, len(tokens), max_new_tokens, context)
-    if len(tokens) + max_new_tokens > room:
-        warn(f"a context of {room} holds {room - len(tokens)} new tokens after this prompt, not {max_new_tokens}")
-    stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
-    with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
-        opened = open_engine(opened_model, room, dtype, backend, seed, bar)
-    if budget is None:
-        budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
-    run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
-    interrupted = False
-    with contextlib.ExitStack() as waiting:
-        say = waiting.enter_context(status())
-        live = Live(tokenizer, stop, *((to_nowhere,) if as_json else (to_stdout, waiting.close)))
-        try:
-            decoded, exact = _decode(opened.engine, run, check_exact, live, say)
-        except KeyboardInterrupt:
-            if not live.steps:
-                raise
-            interrupted, decoded, exact = True, live.decoded(draft != "none"), None
-    live.finish()
-    seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
-    timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
-    report = _report(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
-    if as_json:
-        emit_json("kdgen.generate/1", report)
-    else:
-        click.echo(_summary(report, opened.engine), err=True)
+    place = place_in(os.environ)
+    if place is None and tp is not None and tp > 1:
+        check_shard((random_model(model, layers) if random_weights else open_model(Path(model))).spec, Shard(tp))
+        ctx.exit(run_ranks([sys.executable, "-c", "from kdgen.cli import main; main()", *sys.argv[1:]], tp))
+    if tp is not None and tp != (place.ranks if place else 1):
+        raise click.UsageError(
+            f"--tp {tp}, and the launcher has started {place.ranks if place else 1} ranks: leave --tp out, or let them agree"
+        )
+    given = read_text(prompt) if prompt_ids is None and (place is None or place.rank == 0) else ""
+    with joined(place) as group:
+        rank = group.rank if group else 0
+        with status() as say:
+            say(f"opening {model}")
+            opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
+            if draft not in DRAFTERS:
+                opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
+            spec, files = opened_model.spec, opened_model.text
+            tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
+        if rank:
+            tokens = _from_first(group, ())
+        elif prompt_ids is not None or tokenizer is None:
+            tokens = _from_first(group, read_prompt(prompt_ids or "", spec.vocab_size))
+        else:
+            tokens = _from_first(group, encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size))
+        room = context_for(spec, len(tokens), max_new_tokens, context)
+        if len(tokens) + max_new_tokens > room and not rank:
+            warn(f"a context of {room} holds {room - len(tokens)} new tokens after this prompt, not {max_new_tokens}")
+        stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
+        with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
+            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group)
+        if budget is None:
+            budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
+        run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
+        interrupted = False
+        with contextlib.ExitStack() as waiting:
+            say = waiting.enter_context(status())
+            live = Live(tokenizer, stop, *((to_nowhere,) if as_json or rank else (to_stdout, waiting.close)))
+            try:
+                decoded, exact = _decode(opened.engine, run, check_exact, live, say)
+            except KeyboardInterrupt:
+                if not live.steps or group:
+                    raise
+                interrupted, decoded, exact = True, live.decoded(draft != "none"), None
+        live.finish()
+        seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
+        timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
+        report = _report(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
+        if as_json and not rank:
+            emit_json("kdgen.generate/1", report)
+        elif not rank:
+            click.echo(_summary(report, opened.engine), err=True)
     ctx.exit(130 if interrupted else 1 if exact is False else 0)
+
+
+def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Rank 0's ``tokens``: it alone has the input."""
+    return tokens if group is None else tuple(json.loads(group.exchange(json.dumps(tokens).encode())[0]))
 
 
 def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:

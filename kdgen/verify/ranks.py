@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kdgen.backends import open_backend
 from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
+from kdgen.model import open_shard
 from kdgen.oracles import model_cases
 from kdgen.plan.ir import Compute
-from kdgen.plan.shard import WHOLE, Exchange, Shard
+from kdgen.plan.shard import Exchange
 from kdgen.ranks import joined, place_in
 from kdgen.spec import Spec
 from kdgen.verify.decodes import SITUATIONS, check_decodes, oracle_subject, random_subject
@@ -75,10 +75,7 @@ def run_rank(job: Job) -> list[list[Check]] | None:
     """This process's part of ``job``: on rank 0 what every rank found, else None."""
     spec = Spec.from_mapping(job.spec)
     with joined(place_in(os.environ)) as group:
-        shard = Shard(group.ranks, group.rank, job.exchange) if group else WHOLE
-        backend = open_backend(job.backend)
-        if group:
-            backend.join(group)
+        backend, shard = open_shard(group, job.backend, exchange=job.exchange)
         case = next((case for case in model_cases() if case.name == job.case), None)
         subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
         found = list(check_decodes(backend, subject, SITUATIONS[: job.situations], shard))

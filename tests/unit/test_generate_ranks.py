@@ -1,0 +1,52 @@
+"""``kdgen generate --tp``: ranks that it starts, ranks that a launcher has started, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kdgen.cli import main
+
+TINY = Path(__file__).resolve().parents[1] / "oracle" / "data" / "tiny"
+
+
+def test_ranks_decode_what_one_does() -> None:
+    """Started here, as by ``--tp``, and by a launcher; the prompt comes by rank 0's stdin, and rank 0 alone speaks."""
+    arguments = ["--model", str(TINY), "--prompt-ids", "5,17,9", "--max-new-tokens", "8", "--dtype", "f32", "--backend", "cpu"]
+    alone = in_process_of_its_own(*arguments)
+    started = in_process_of_its_own(*arguments, "--tp", "2", "--draft", "ngram", "--check-exact")
+    assert alone.returncode == started.returncode == 0, alone.stderr + started.stderr
+    assert started.stdout == alone.stdout
+    assert started.stderr.count("same tokens and cache bits as plain decoding: yes") == 1
+    assert "one of 2 ranks" in started.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        (["--tp", "3"], {}, "3 ranks cannot share it: vocab_size 512 is no multiple of 3"),
+        (["--tp", "2", "--prompt-ids", "5,512"], {}, "512, id 2 of the prompt, is outside the vocabulary"),
+        (["--tp", "4"], {"RANK": "0", "WORLD_SIZE": "2"}, "the launcher has started 2 ranks"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "ranks count from 0"),
+    ],
+)
+def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str], said: str) -> None:
+    result = in_process_of_its_own("--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", *arguments, environment=environment)
+    assert result.returncode == 2 and said in result.stderr and result.stderr.count(said) == 1 and not result.stdout
+
+
+def test_packed_files_are_for_one_rank(tmp_path: Path) -> None:
+    packed = tmp_path / "tiny.kdtr"
+    assert CliRunner().invoke(main, ["import", str(TINY), str(packed)]).exit_code == 0
+    result = in_process_of_its_own("--model", str(packed), "--prompt-ids", "5", "--backend", "cpu", "--tp", "2")
+    assert result.returncode == 2 and "is packed for one rank" in result.stderr
+
+
+def in_process_of_its_own(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kdgen.cli import main; main()", "generate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}), timeout=120)
