@@ -1,0 +1,147 @@
+"""``kdgen plan``: what a model needs on some GPUs and how fast it can be at best, with nothing loaded and nothing run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kdgen.cli.output import emit_json, emit_table, size_text
+from kdgen.config import load_config
+from kdgen.errors import KdgenError
+from kdgen.forecast import Forecast, Step, budgets_shown, expected_tokens, forecast
+from kdgen.gpus import gpu_model, gpu_models
+from kdgen.model import shorten
+from kdgen.plan.ir import MAX_NODES, Compute
+from kdgen.spec import Spec, load_spec
+
+
+@click.command("plan")
+@click.argument("spec_name", metavar="SPEC")
+@click.option("--gpu", default="h200", show_default=True, help=f"The GPU: {', '.join(each.name for each in gpu_models())}.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
+@click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens in the cache.")
+@click.option("--nodes", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Nodes of a draft tree.")
+@click.option("--acceptance", type=float, default=0.8, show_default=True, help="How often the draft's best token is right, at each depth.")
+@click.option("--layers", type=click.IntRange(min=1), help="The first so many layers only.")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw speed-up over tree size.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.plan/1).")
+def command(
+    spec_name: str, gpu: str, tp: int, context: int, nodes: int, acceptance: float, layers: int | None, dtype: Compute | None,
+    plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """What SPEC (a shipped name, a YAML file, or a published model's folder) needs on --tp GPUs: memory, and by part the bytes and the
+    floor of a step's time; and what draft trees should gain. From the plan alone, so on any machine."""
+    spec = _spec(spec_name)
+    if layers is not None:
+        spec = shorten(spec, layers)
+    found = forecast(spec, gpu_model(gpu), tp, context, nodes, acceptance, dtype)
+    if plot is not None:
+        write_plot(found, plot)
+    if as_json:
+        emit_json("kdgen.plan/1", found)
+    else:
+        _print(found, nodes)
+
+
+def _spec(source: str) -> Spec:
+    path = Path(source)
+    return load_config(path) if path.suffix == ".json" or (path / "config.json").exists() else load_spec(source)
+
+
+def _print(found: Forecast, nodes: int) -> None:
+    memory = found.memory
+    click.echo(f"{found.spec} ({found.compute}) on {found.ranks} x {found.gpu.title}, context {found.context}\n")
+    emit_table(
+        ("memory of a rank", ""),
+        [
+            ("weights", size_text(memory.weights)),
+            ("drafter's weights", size_text(memory.draft_weights)),
+            ("cache", size_text(memory.cache)),
+            ("buffers", size_text(memory.buffers)),
+            ("driver, assumed", size_text(memory.reserved)),
+            ("in all", f"{size_text(memory.total)} of {size_text(memory.of_gpu)}"),
+        ],
+        right=(1,),
+    )
+    click.echo(_verdict(found))
+    for step, title in ((found.decode, "decode, 1 row"), (found.verify, f"verify, {found.verify.rows} rows")):
+        if step is found.verify and nodes == 0:
+            continue
+        click.echo(f"\n{title}{f', {step.experts:.0f} experts a layer' if step.experts else ''}")
+        emit_table(("part", "launches", "bytes", "floor µs"), _rows(step), right=(1, 2, 3))
+    click.echo(f"\ndraft trees, acceptance {found.acceptance:g}, a draft of {found.draft_seconds * 1e6:.0f} µs")
+    rows = [
+        (str(tree.nodes), f"{tree.tokens:.2f}", f"{tree.seconds * 1e6:.0f}", f"{tree.speedup:.2f}")
+        for tree in budgets_shown(found.trees, nodes, found.best.nodes)
+    ]
+    emit_table(("nodes", "tokens a round", "floor µs", "speed-up"), rows, right=(0, 1, 2, 3))
+    click.echo(f"best: {found.best.nodes} nodes, {found.best.speedup:.2f} times plain decoding\n")
+    for assumption in found.assumptions:
+        click.echo(f"assumed: {assumption}")
+
+
+def _rows(step: Step) -> list[tuple[str, str, str, str]]:
+    parts = sorted(step.parts, key=lambda part: -part.bytes)
+    rows = [(part.name, str(part.launches), size_text(part.bytes), f"{part.seconds * 1e6:.1f}") for part in parts]
+    if step.collectives:
+        rows.append(("collectives", str(step.collectives), size_text(step.collective_bytes), f"{step.collective_seconds * 1e6:.1f}"))
+    return [*rows, ("in all", str(sum(part.launches for part in step.parts)), size_text(step.bytes), f"{step.seconds * 1e6:.1f}")]
+
+
+def _verdict(found: Forecast) -> str:
+    if found.memory.fits:
+        return f"It fits; so does a context of up to {found.memory.longest_context}."
+    if found.fewest_ranks:
+        return f"It does NOT fit; {found.fewest_ranks} such GPUs would be enough (--tp {found.fewest_ranks})."
+    return "It does NOT fit, on no number of such GPUs that can share it."
+
+
+# ---- the plot -----------------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640, 340, 46, 40, 34, 86
+_CURVES = ((0.5, "#b8c4d6"), (0.6, "#9ab0cf"), (0.7, "#7598c7"), (0.8, "#4a7fc0"), (0.9, "#1f5fae"))
+_CHOSEN = "#bf5b17"
+
+
+def write_plot(found: Forecast, file: Path) -> None:
+    """Speed-up over the nodes of a tree, for the acceptance asked for and others, as SVG. Raises KdgenError when it cannot be written."""
+    plain = found.trees[0].seconds
+    curves = {}
+    for acceptance in sorted({*(value for value, _ in _CURVES), found.acceptance}):
+        tokens = expected_tokens(acceptance, found.depths, MAX_NODES - 1)
+        curves[acceptance] = [gain * plain / tree.seconds for gain, tree in zip(tokens, found.trees, strict=True)]
+    top = max(max(curve) for curve in curves.values()) * 1.05
+    right = _WIDTH - _RIGHT
+
+    def x(nodes: float) -> float:
+        return _LEFT + (right - _LEFT) * nodes / (MAX_NODES - 1)
+
+    def y(speedup: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * speedup / top
+
+    title = f"{found.spec} on {found.ranks} x {found.gpu.title}, context {found.context}: expected speed-up of draft trees"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<text x="{_LEFT}" y="20">{title}</text>',
+    ]
+    for tick in range(int(top) + 1):
+        parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{right}" stroke="{"#888" if tick == 1 else "#ddd"}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick}</text>')
+    for nodes in (0, 7, 15, 31, 47, 63):
+        parts.append(f'<text x="{x(nodes):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{nodes}</text>')
+    colours = dict(_CURVES) | {found.acceptance: _CHOSEN}
+    for acceptance, curve in curves.items():
+        points = " ".join(f"{x(nodes):.1f},{y(value):.1f}" for nodes, value in enumerate(curve))
+        width = 2.5 if acceptance == found.acceptance else 1.2
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[acceptance]}" stroke-width="{width}"/>')
+        label = f"accepted {acceptance:g}"
+        parts.append(f'<text x="{right + 4}" y="{y(curve[-1]) + 4:.1f}" fill="{colours[acceptance]}">{label}</text>')
+    parts.append(f'<circle cx="{x(found.best.nodes):.1f}" cy="{y(found.best.speedup):.1f}" r="4" fill="{_CHOSEN}"/>')
+    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 8}">nodes of a tree; floors, not measurements</text></svg>\n')
+    try:
+        file.write_text("\n".join(parts), encoding="utf-8")
+    except OSError as error:
+        raise KdgenError(f"{file}: cannot be written: {error.strerror or error}") from None
