@@ -35,8 +35,8 @@ class _Step:
     smem: int
     args: tuple[Argument | None, ...]
 
-    def at(self, tokens: int, context: int, sequences: int) -> Launch:
-        x, y, z = (extent.value(tokens, context, sequences) for extent in self.grid)
+    def at(self, tokens: int, context: int, sequences: int, processors: int) -> Launch:
+        x, y, z = (extent.value(tokens, context, sequences, processors) for extent in self.grid)
         return Launch(self.kernel, (x, y, z), self.block, self.smem, tuple(tokens if arg is None else arg for arg in self.args))
 
 
@@ -355,7 +355,7 @@ class Engine:
         def argument(arg: Argument) -> Argument:
             return Pointer(other[arg.array.handle], arg.offset) if isinstance(arg, Pointer) and arg.array.handle in other else arg
 
-        work = [step.at(tokens, context, sequences) for step in self._programs[program]]
+        work = [step.at(tokens, context, sequences, self.backend.processors) for step in self._programs[program]]
         if other:
             work = [replace(each, args=tuple(map(argument, each.args))) if isinstance(each, Launch) else each for each in work]
         return tuple(work)
@@ -390,6 +390,8 @@ class Engine:
                 continue
             kernel = kernels[launch.kernel]
             args = tuple(self._argument(arg, layer) for arg in launch.args)
+            if kernel.row_tiles is not None:
+                args = (*args, kernel.row_tiles)
             steps.append(_Step(kernel.name, kernel.grid, kernel.block, kernel.smem, args))
         return tuple(steps)
 

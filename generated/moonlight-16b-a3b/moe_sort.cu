@@ -2,39 +2,92 @@
 // Spec: moonlight-16b-a3b, sha256 89c86c8cb350032d. Regenerate: kdgen build moonlight-16b-a3b
 
 // Groups assignments (token row * TOP_K + place) by expert, token order inside an expert. One block, no atomics:
-// each thread counts for its own experts, so the lists never depend on timing.
+// each thread counts and lists for its own experts, so the lists never depend on timing.
 #include "primitives.cuh"
 
 namespace moe_sort {
 constexpr int EXPERTS = 64;
 constexpr int TOP_K = 6;
-constexpr int BLOCK = 64;
+constexpr int BLOCK = 64, WARPS = BLOCK / 32;
+constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // of one expert a thread
+constexpr int TILE = 1024;                             // assignments in shared memory at a time
+
+// What is before this thread's value in the block, and what all of the block have together.
+__device__ __forceinline__ int2 block_prefix(int value, int* warp_total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, sum, distance);
+    if (lane >= distance) sum += before;
+  }
+  if (lane == 31) warp_total[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int w = 0; w < WARPS; ++w) {
+    if (w < warp) before += warp_total[w];
+    all += warp_total[w];
+  }
+  __syncthreads();  // before the next call writes
+  return make_int2(before + sum - value, all);
+}
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     moe_sort(const int* num_tokens, const int* topk_experts, int* num_active, int* active_expert,
              int* active_begin, int* active_end, int* assignments) {
   begin_after_previous_kernel();
-  SHARED_ARRAY(int, expert_count, [EXPERTS]);
+  SHARED_ARRAY(int, tile, [TILE]);
+  SHARED_ARRAY(int, warp_total, [WARPS]);
   const int total = *num_tokens * TOP_K;
-  for (int e = threadIdx.x; e < EXPERTS; e += BLOCK) {
-    int count = 0;
-    for (int a = 0; a < total; ++a) count += topk_experts[a] == e;
-    expert_count[e] = count;
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < EXPERTS; e += BLOCK) {
-    int begin = 0, active = 0;
-    for (int lower = 0; lower < e; ++lower) {
-      begin += expert_count[lower];
-      active += expert_count[lower] > 0;
+  int count[ROUNDS] = {};
+  for (int first = 0; first < total; first += TILE) {
+    if (first > 0) __syncthreads();  // the tile has been counted
+    for (int i = threadIdx.x; i < TILE; i += BLOCK)
+      tile[i] = first + i < total ? topk_experts[first + i] : -1;
+    __syncthreads();
+    for (int i = 0; i < min(TILE, total - first); i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(&tile[i]);
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        const int e = r * BLOCK + threadIdx.x;
+        count[r] += (four.x == e) + (four.y == e) + (four.z == e) + (four.w == e);
+      }
     }
-    if (e == EXPERTS - 1) *num_active = active + (expert_count[e] > 0);
-    if (expert_count[e] == 0) continue;
-    active_expert[active] = e;
-    active_begin[active] = begin;
-    active_end[active] = begin + expert_count[e];
-    for (int a = 0; a < total; ++a)
-      if (topk_experts[a] == e) assignments[begin++] = a;
+  }
+
+  int next[ROUNDS], active_before = 0, listed_before = 0;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int2 listed = block_prefix(count[r], warp_total), active = block_prefix(count[r] > 0, warp_total);
+    next[r] = listed_before + listed.x;
+    if (count[r] > 0) {
+      active_expert[active_before + active.x] = r * BLOCK + threadIdx.x;
+      active_begin[active_before + active.x] = next[r];
+      active_end[active_before + active.x] = next[r] + count[r];
+    }
+    listed_before += listed.y;
+    active_before += active.y;
+  }
+  if (threadIdx.x == 0) *num_active = active_before;
+
+  for (int first = 0; first < total; first += TILE) {
+    if (total > TILE) {  // else the tile is still there
+      __syncthreads();
+      for (int i = threadIdx.x; i < TILE; i += BLOCK)
+        tile[i] = first + i < total ? topk_experts[first + i] : -1;
+      __syncthreads();
+    }
+    for (int i = 0; i < min(TILE, total - first); i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(&tile[i]);
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        const int e = r * BLOCK + threadIdx.x;
+        if (four.x == e) assignments[next[r]++] = first + i;
+        if (four.y == e) assignments[next[r]++] = first + i + 1;
+        if (four.z == e) assignments[next[r]++] = first + i + 2;
+        if (four.w == e) assignments[next[r]++] = first + i + 3;
+      }
+    }
   }
 }
 }  // namespace moe_sort

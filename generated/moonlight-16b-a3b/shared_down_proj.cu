@@ -9,94 +9,154 @@
 namespace shared_down_proj {
 constexpr int ROWS = 2048;  // outputs
 constexpr int COLS = 2816;  // inputs
-constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
+constexpr int STEPS = COLS / 16;
 constexpr int X_STRIDE = 2816, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 2048, Y_BATCH_STRIDE = 0;
-constexpr int WARPS = 8;  // split the inputs; depends on the shape alone, so a row's bits do too
-constexpr int WARP_STEPS = STEPS / WARPS;
-constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
-constexpr int WARP_STAGES = WARP_STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;        // stages of a warp's ring: 4096 bytes a warp
-constexpr int MAX_TOKENS = 32;  // of one reading of the weights
+constexpr int WARPS = 16;       // split the inputs; depends on the shape alone, so a row's bits do too
+constexpr int STAGE_STEPS = 1;  // steps that a warp copies at a time
+constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
+constexpr int SLOTS = 8;               // stages of a warp's ring: 4096 bytes a warp
+constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 tokens, while rows come and go
+constexpr int MAX_TOKENS = 32;         // of one reading of the weights
 constexpr int BLOCK = WARPS * 32;
-constexpr int BLOCKS_PER_SM = 3;  // the registers that this leaves are enough not to spill
+constexpr int BLOCKS_PER_SM = 1;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
 
 // weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. Inside a step the inputs are
 // permuted so that a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9
 // are inputs 4t .. 4t+3.
-union Shared {
+struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
-  float partial[WARPS][MAX_TOKENS / 8][4][32];  // once every weight has been read
+  float partial[MAX_TOKENS / 8][WARPS][4]
+               [32];  // of MAX_TOKENS / 8 row tiles with 8 tokens each, or of fewer with more
 };
 
-// Starts copying a stage of this warp's weights. A lane copies and reads its own fragments, so its own waiting is all
-// there is to wait for.
-__device__ __forceinline__ void copy_stage(Shared* shared, const uint4* w, int stage) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (stage < WARP_STAGES) {
+// This warp's weights, a stage at a time, through all of the block's row tiles: tile blockIdx.x, then every gridDim.x-th.
+// A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
+struct Stream {
+  const uint4* source;  // of the stage that is copied next
+  uint4* ring;
+  int row_tiles, tile, stage;  // the tiles there are, and where that stage is
+  u32 slot;                    // where it comes to
+
+  __device__ __forceinline__ void copy_next() {
+    if (tile < row_tiles) {
 #pragma unroll
-    for (int s = 0; s < STAGE_STEPS; ++s)
-      cp_async_16(&shared->ring[warp][stage % SLOTS][s][lane], w + (size_t)(stage * STAGE_STEPS + s) * 32,
-                  true);
+      for (int s = 0; s < STAGE_STEPS; ++s)
+        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, source + s * 32, true);
+      source += STAGE_STEPS * 32;
+      if (++stage == WARP_STAGES) {
+        stage = 0;
+        tile += gridDim.x;
+        source += ((size_t)gridDim.x * STEPS - WARP_STEPS) * 32;
+      }
+    }
+    cp_async_commit();
+    slot = (slot + 1) % SLOTS;
   }
-  cp_async_commit();
+  __device__ __forceinline__ const uint4* next() {
+    cp_async_wait<SLOTS - 2>();
+    copy_next();
+    return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
+  }
+};
+
+// A row tile for TILES * 8 tokens, from the warps' sums in warp order.
+// Element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
+template <int TILES>
+__device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32], int row_tile, int count,
+                                           float* y) {
+  const int lane = threadIdx.x % 32;
+  for (int o = threadIdx.x; o < TILES * 4 * 32; o += BLOCK) {
+    const int t = o / 128, i = o / 32 % 4, m = t * 8 + lane % 4 * 2 + i % 2;
+    const int n = row_tile * 16 + lane / 4 + i / 2 * 8;
+    if (m >= count || n >= ROWS) continue;
+    float total = 0.0f;
+#pragma unroll
+    for (int s = 0; s < WARPS; ++s) total += partial[t][s][i][lane];
+    float* out = y + (size_t)m * Y_STRIDE + n;
+    *out += total;
+  }
 }
 
-// This warp's part of a row tile times TILES * 8 token rows, into its partial sums; the first stages are on their way.
+// All of the block's row tiles for up to TILES * 8 tokens.
 template <int TILES>
-__device__ __forceinline__ void warp_product(Shared* shared, const uint4* w, const bf16* x, int count) {
+__device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const bf16* x, int count,
+                                         float* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int BUFFERS = MAX_TOKENS / 8 / TILES;  // of partial sums, one after the other
+  constexpr int HELD_STEPS =
+      X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : STAGE_STEPS;  // of inputs, in registers
   const bf16* x_lane[TILES];
-  bool has_token[TILES];
-  float sum[TILES][4];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     const int m = t * 8 + lane / 4;
-    has_token[t] = m < count;
-    x_lane[t] = x + (size_t)(has_token[t] ? m : 0) * X_STRIDE + lane % 4 * 4;
-    sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
+    x_lane[t] = x + (size_t)(m < count ? m : 0) * X_STRIDE +
+                lane % 4 * 4;  // columns beyond the last count for nothing
   }
-  for (int stage = 0; stage < WARP_STAGES; ++stage) {
-    uint2 b[STAGE_STEPS][TILES];
+  uint2 inputs[HELD_STEPS][TILES];  // B fragments
+  auto load_inputs = [&](int first_step) {
 #pragma unroll
-    for (int s = 0; s < STAGE_STEPS; ++s)
+    for (int s = 0; s < HELD_STEPS; ++s)
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        b[s][t] = make_uint2(0, 0);
-        if (has_token[t])
-          b[s][t] = *reinterpret_cast<const uint2*>(x_lane[t] + (stage * STAGE_STEPS + s) * 16);
+      for (int t = 0; t < TILES; ++t)
+        inputs[s][t] = *reinterpret_cast<const uint2*>(x_lane[t] + (first_step + s) * 16);
+  };
+  load_inputs(0);
+
+  int buffer = 0;
+  for (int row_tile = blockIdx.x; row_tile < weights.row_tiles; row_tile += gridDim.x) {
+    float sum[TILES][4];
+#pragma unroll
+    for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
+    auto multiply_stage = [&](const uint2(*held)[TILES]) {
+      const uint4* fragments = weights.next();
+#pragma unroll
+      for (int s = 0; s < STAGE_STEPS; ++s) {
+        const uint4 four = fragments[s * 32];
+        const u32 a[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          const u32 b[2] = {held[s][t].x, held[s][t].y};
+          mma_m16n8k16_bf16(sum[t], a, b);
+        }
       }
-    cp_async_wait<SLOTS - 2>();
-    copy_stage(shared, w, stage + SLOTS - 1);
+    };
+    if constexpr (HELD_STEPS == WARP_STEPS) {  // as many as there are: nothing to load
 #pragma unroll
-    for (int s = 0; s < STAGE_STEPS; ++s) {
-      const uint4 four = shared->ring[warp][stage % SLOTS][s][lane];
-      const u32 a[4] = {four.x, four.y, four.z, four.w};
+      for (int stage = 0; stage < WARP_STAGES; ++stage) multiply_stage(inputs + stage * STAGE_STEPS);
+    } else {
+      for (int stage = 0; stage < WARP_STAGES; ++stage) {
+        uint2 now[STAGE_STEPS][TILES];
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        const u32 pair[2] = {b[s][t].x, b[s][t].y};
-        mma_m16n8k16_bf16(sum[t], a, pair);
+        for (int i = 0; i < STAGE_STEPS * TILES; ++i)
+          now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
+        load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
+                    STAGE_STEPS);  // the next stage's, or the next tile's first
+        multiply_stage(now);
       }
     }
+    float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
+#pragma unroll
+    for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
+    __syncthreads();
+    store_tile<TILES>(partial, row_tile, count, y);
+    if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are
+    buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
   }
-  __syncthreads();  // the ring becomes the partial sums
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) shared->partial[warp][t][i][lane] = sum[t][i];
-  __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    shared_down_proj(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, float* y) {
+    shared_down_proj(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, float* y,
+                     int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row_tile = blockIdx.x, batch = blockIdx.z;
-  const uint4* w = weight + (((size_t)batch * ROW_TILES + row_tile) * STEPS + warp * WARP_STEPS) * 32 + lane;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
+  const size_t first_step = ((size_t)batch * row_tiles + blockIdx.x) * STEPS + warp * WARP_STEPS;
+  Stream weights{
+      weight + first_step * 32 + lane, &shared->ring[warp][0][0][lane], row_tiles, (int)blockIdx.x, 0, 0};
   allow_next_kernel();
 #pragma unroll
-  for (int stage = 0; stage < SLOTS - 1; ++stage) copy_stage(shared, w, stage);  // weights wait for nobody
+  for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next();  // weights wait for nobody
   wait_for_previous_kernel();
 
   const int first_token = blockIdx.y * MAX_TOKENS;
@@ -105,24 +165,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     cp_async_wait<0>();
     return;
   }
-  const bf16* x_rows =
-      x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE + warp * WARP_STEPS * 16;
+  x += (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE + warp * WARP_STEPS * 16;
+  y += (size_t)first_token * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE;
   if (count <= 8)
-    warp_product<1>(shared, w, x_rows, count);
+    multiply<1>(shared, weights, x, count, y);
   else if (count <= 16)
-    warp_product<2>(shared, w, x_rows, count);
+    multiply<2>(shared, weights, x, count, y);
   else
-    warp_product<MAX_TOKENS / 8>(shared, w, x_rows, count);
-
-  // element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
-  for (int o = threadIdx.x; o < (count + 7) / 8 * 4 * 32; o += BLOCK) {
-    const int t = o / 128, i = o / 32 % 4, m = t * 8 + lane % 4 * 2 + i % 2;
-    const int n = row_tile * 16 + lane / 4 + i / 2 * 8;
-    if (m >= count || n >= ROWS) continue;
-    float total = 0.0f;
-    for (int s = 0; s < WARPS; ++s) total += shared->partial[s][t][i][lane];
-    float* out = y + (size_t)(first_token + m) * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE + n;
-    *out += total;
-  }
+    multiply<MAX_TOKENS / 8>(shared, weights, x, count, y);
 }
 }  // namespace shared_down_proj

@@ -10,25 +10,56 @@ constexpr int X_STRIDE = 256;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;
 constexpr int BLOCK = 64;
 constexpr int WARPS = BLOCK / 32;
+constexpr int VECTOR = 4;  // consecutive elements of a thread
+constexpr int ROUNDS = (WIDTH + BLOCK * VECTOR - 1) / (BLOCK * VECTOR);
+struct alignas(4 * VECTOR) Vector {
+  float values[VECTOR];
+};
+struct alignas(sizeof(bf16) * VECTOR) Rounded {
+  bf16 values[VECTOR];
+};
+static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     draft_norm(const int* num_tokens, const float* x, const float* __restrict__ weight, bf16* y) {
-  begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
+  allow_next_kernel();
+  Vector gain[ROUNDS], row[ROUNDS];
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {  // the weights wait for nobody
+    const int i = (r * BLOCK + threadIdx.x) * VECTOR;
+    if (i < WIDTH) gain[r] = *reinterpret_cast<const Vector*>(weight + i);
+  }
+  wait_for_previous_kernel();
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
-  const float* source = x + (size_t)token_row * X_STRIDE;
 
   float square_sum = 0.0f;
-  for (int i = threadIdx.x; i < WIDTH; i += BLOCK) square_sum = fmaf(source[i], source[i], square_sum);
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int i = (r * BLOCK + threadIdx.x) * VECTOR;
+    if (i >= WIDTH) continue;
+    row[r] = *reinterpret_cast<const Vector*>(x + (size_t)token_row * X_STRIDE + i);
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) square_sum = fmaf(row[r].values[v], row[r].values[v], square_sum);
+  }
   square_sum = warp_sum(square_sum);
   if (threadIdx.x % 32 == 0) warp_square_sum[threadIdx.x / 32] = square_sum;
   __syncthreads();
   square_sum = 0.0f;
+#pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
 
   const float scale = 1.0f / sqrtf(square_sum / WIDTH + EPS);
-  for (int i = threadIdx.x; i < WIDTH; i += BLOCK)
-    y[(size_t)token_row * WIDTH + i] = from_float<bf16>(source[i] * scale * weight[i]);
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int i = (r * BLOCK + threadIdx.x) * VECTOR;
+    if (i >= WIDTH) continue;
+    Rounded rounded;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v)
+      rounded.values[v] = from_float<bf16>(row[r].values[v] * scale * gain[r].values[v]);
+    *reinterpret_cast<Rounded*>(y + (size_t)token_row * WIDTH + i) = rounded;
+  }
 }
 }  // namespace draft_norm

@@ -9,7 +9,7 @@ namespace router_logits {
 constexpr int HIDDEN = 256;
 constexpr int EXPERTS = 8;
 constexpr int TOKENS = 8;         // token rows of a block
-constexpr int BLOCK_EXPERTS = 4;  // experts of a block, which share its readings of h
+constexpr int BLOCK_EXPERTS = 2;  // experts of a block, which share its readings of h
 constexpr int VECTOR = 4;         // consecutive inputs of a lane
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
 static_assert(HIDDEN % VECTOR == 0, "a vector must not end in the next row");

@@ -111,6 +111,8 @@ class Backend(ABC):
     group: Group | None = None  #: the ranks that this backend has joined
     #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
     rounds_ahead: int = 0
+    #: Multiprocessors, which grids may be sized by; where there are none, few, so that a block gets several tiles.
+    processors: int = 3
 
     @abstractmethod
     def load(self, sources: Sequence[Source]) -> None:

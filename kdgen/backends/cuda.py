@@ -130,6 +130,7 @@ class CudaBackend(Backend):
             raise BackendError(f"no GPU can be used: {gpu}; the CPU backend runs the same kernels without one")
         self.gpu = gpu
         self.arch = gpu.arch
+        self.processors = gpu.multiprocessors
         self.description = f"{gpu.name} ({gpu.arch}, {gpu.multiprocessors} SMs, {gpu.memory_bytes / 2**30:.0f} GiB)"
         self.cubins: dict[str, Cubin] = {}
         self._cache = cache or Cache.default()

@@ -24,7 +24,7 @@ class Extent:
     ``per_sequence``; a zero divisor leaves its factor out.
 
     ``tokens`` and ``context`` (keys any row may see) are upper bounds that the host knows; blocks beyond the true sizes exit.
-    ``cap`` bounds the result where it is set.
+    ``cap`` bounds the result where it is set, and so do ``per_processor`` blocks for each of the device's multiprocessors.
     """
 
     times: int = 1
@@ -32,13 +32,16 @@ class Extent:
     per_context: int = 0
     per_sequence: bool = False
     cap: int = 0
+    per_processor: int = 0
 
-    def value(self, tokens: int, context: int, sequences: int = 1) -> int:
+    def value(self, tokens: int, context: int, sequences: int = 1, processors: int = 1) -> int:
         n = self.times * sequences if self.per_sequence else self.times
         if self.per_tokens:
             n *= -(-tokens // self.per_tokens)
         if self.per_context:
             n *= -(-context // self.per_context)
+        if self.per_processor:
+            n = min(n, self.per_processor * processors)
         return min(n, self.cap) if self.cap else n
 
 
@@ -68,7 +71,8 @@ class Cost:
 class Kernel:
     """One generated ``<name>.cu`` with one entry point ``<name>``.
 
-    ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes.
+    ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes. A kernel whose blocks
+    take up one tile of rows after another has their number, ``row_tiles``, as its last argument.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Kernel:
     smem: int
     cost: Cost
     summary: str
+    row_tiles: int | None = None
 
 
 ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows", "ranks"]

@@ -92,10 +92,10 @@ def _slices(cols: int) -> int:
 
 
 def _mma_warps(cols: int) -> int:
-    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 8 where there are enough to keep copies in flight."""
+    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where there are enough to keep copies in flight."""
     steps = cols // 16
-    most = 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
-    return next(warps for warps in (8, 4, 2, 1) if warps <= most and steps % warps == 0)
+    most = 16 if steps >= 96 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+    return next(warps for warps in (16, 8, 4, 2, 1) if warps <= most and steps % warps == 0)
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,29 @@ class Ring:
         return f"{self.bytes} bytes a warp"
 
 
-def _ring(steps: int, step_bytes: int) -> Ring:
-    """About 2 KiB a stage and 8 KiB a warp: with 24 warps an SM that is more than the latency of memory times its bandwidth."""
+def _dense_ring(steps: int) -> Ring:
+    """4 KiB a warp: with 16 warps an SM, three quarters of that on their way are more than the latency of memory times its bandwidth.
+    The ring goes on from one row tile to the next, so short rows do not shorten it.
+    """
+    stage_steps = next(n for n in (2, 1) if steps % n == 0)
+    return Ring(stage_steps, 8 // stage_steps, 4096)
+
+
+def _expert_ring(steps: int, step_bytes: int) -> Ring:
+    """About 2 KiB a stage and 8 KiB a warp, of which 16 are on an SM."""
     stage_steps = next(n for n in (4, 3, 2, 1) if steps % n == 0)
     slots = max(2, min(4, steps // stage_steps))
     return Ring(stage_steps, slots, stage_steps * slots * step_bytes)
 
 
 def _blocks_per_sm(warps: int) -> int:
-    """24 warps an SM leave a thread 80 registers, which the MMA kernels need; no more than 12 blocks, since some targets hold 16."""
-    return min(12, 24 // warps)
+    """16 warps in one block may have 128 registers a thread; smaller blocks have 96, so that there are 20 warps on an SM."""
+    return 1 if warps == 16 else min(12, 20 // warps)  # some targets hold 16 blocks
+
+
+def _x_in_registers(warps: int, warp_steps: int) -> bool:
+    """Whether a warp's inputs of 8 tokens, 2 registers a step, fit beside what the kernel needs anyhow."""
+    return warp_steps <= (32 if warps == 16 else 8)
 
 
 @dataclass(frozen=True)
@@ -250,22 +263,27 @@ class Catalogue:
             grid = (Extent(-(-outputs // 32)), Extent(per_tokens=GENERIC_TOKENS), Extent(layer.batch))
             return Kernel(layer.name, "linear_f32.cu.j2", generic, slices * 32, grid, 0, cost, layer.summary)
         warps = _mma_warps(layer.cols)
-        ring = _ring(layer.cols // 16 // warps, 512)
+        warp_steps = layer.cols // 16 // warps
+        ring = _dense_ring(warp_steps)
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
-            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps), out=out,
-            gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
+            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
+            x_in_registers=_x_in_registers(warps, warp_steps), out=out, gated=layer.gated, bias=layer.bias,
+            accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
-        smem = max(warps * ring.bytes, warps * TOKEN_TILES * 4 * 32 * 4)  # the ring, later the warps' partial sums
-        grid = (Extent(-(-layer.rows // 16)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
-        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary)
+        smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
+        row_tiles = -(-layer.rows // 16)
+        grid = (Extent(row_tiles, per_processor=_blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
+        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary, row_tiles)
 
     # ---- attention --------------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, width: int, x_stride: int = 0, eps: float | None = None) -> Kernel:
-        block = block_for(width // 4, 1024)
-        p = params.RmsNorm(name, width, x_stride or width, self.spec.rms_norm_eps if eps is None else eps, self.mode.act, block)
+        stride, eps = x_stride or width, self.spec.rms_norm_eps if eps is None else eps
+        vector = 1 if width % 4 or stride % 4 else 4
+        block = block_for(width // vector, 1024)
+        p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
         return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
@@ -323,7 +341,7 @@ class Catalogue:
 
     def _router_logits(self) -> Kernel:
         s, experts = self.spec, self.spec.n_routed_experts or 0
-        block_experts, vector = 4, 4 if s.hidden_size % 4 == 0 else 1
+        block_experts, vector = 2, 4 if s.hidden_size % 4 == 0 else 1
         p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, block_experts, vector, self.mode.act)
         cost = Cost(experts * s.hidden_size * 4, s.hidden_size * self.mode.act_bytes + experts * 4, 2 * experts * s.hidden_size)
         grid = (Extent(-(-experts // block_experts)), Extent(per_tokens=GENERIC_TOKENS), ONE)
@@ -335,14 +353,13 @@ class Catalogue:
         comment = "Scores are a softmax over the experts." if softmax else "Scores are sigmoids."
         if s.has_router_bias:
             comment += " The bias corrects the choice only; weights are the scores themselves."
-        block = block_for(experts, 512)
         p = params.RouterTopK(
             name="router_topk", experts=experts, top_k=s.num_experts_per_tok, groups=1 if s.topk_method == "greedy" else s.n_group,
             topk_group=s.topk_group, group_top2=s.topk_method == "noaux_tc", softmax=softmax, has_bias=s.has_router_bias,
-            normalise=s.norm_topk_prob, routed_scaling=s.routed_scaling_factor, block=block, scoring_comment=comment,
+            normalise=s.norm_topk_prob, routed_scaling=s.routed_scaling_factor, scoring_comment=comment,
         )  # fmt: skip
         cost = Cost(experts * 4, experts * 4 + s.num_experts_per_tok * 8, experts * 8)
-        return Kernel("router_topk", "router_topk.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "expert choice and weights")
+        return Kernel("router_topk", "router_topk.cu.j2", p, 32, (ROW_EXTENT, ONE, ONE), 0, cost, "expert choice and weights")
 
     def _moe_sort(self) -> Kernel:
         experts, top_k = self.spec.n_routed_experts or 0, self.spec.num_experts_per_tok
@@ -380,15 +397,15 @@ class Catalogue:
             )  # fmt: skip
             grid = (Extent(-(-outputs // 32)), active, ONE)
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
-        warps = 4
-        ring = _ring(-(-cols // 64), 576) if int4 else _ring(cols // 16, 512)
+        warps, blocks_per_sm, row_tiles = 4, 4, -(-rows // 16)
+        ring = _expert_ring(-(-cols // 64), 576) if int4 else _expert_ring(cols // 16, 512)
         mma = params.ExpertsMma(
             name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, token_tiles=2,
-            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=4, int4=int4,
+            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=blocks_per_sm, int4=int4,
             out=out, gated=gated, weight_comment=comment,
         )  # fmt: skip
-        grid = (Extent(-(-rows // 16 // warps)), active, ONE)
-        return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, grid, warps * ring.bytes, cost, summary)
+        units = Extent(-(-row_tiles // warps) * top_k, per_tokens=1, per_processor=blocks_per_sm)
+        return Kernel(name, "experts_mma.cu.j2", mma, warps * 32, (units, ONE, ONE), warps * ring.bytes, cost, summary, row_tiles)
 
     def _moe_combine(self) -> Kernel:
         s = self.spec

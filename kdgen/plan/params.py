@@ -30,6 +30,7 @@ class RmsNorm:
     eps: float
     act: CType
     block: int
+    vector: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class LinearMma:
     slots: int
     smem_comment: str
     blocks_per_sm: int
+    x_in_registers: bool
     out: CType
     gated: bool
     bias: bool
@@ -149,7 +151,6 @@ class RouterTopK:
     has_bias: bool
     normalise: bool
     routed_scaling: float
-    block: int
     scoring_comment: str
 
 

@@ -175,13 +175,17 @@ class Bench:
         context: int = 1,
         sequences: int = 1,
         grid: Mapping[int, int] | None = None,
+        row_tiles: int | None = None,
     ) -> None:
-        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``.
+        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``, on its first ``row_tiles`` or all of them.
 
         The grid is for more token rows than there are: hosts know an upper bound alone, and blocks beyond the last row must do nothing.
         """
-        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences) for extent in self.kernel.grid)
+        processors = self.backend.processors
+        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences, processors) for extent in self.kernel.grid)
         grid = grid or {}
+        if self.kernel.row_tiles is not None:
+            arguments = (*arguments, self.kernel.row_tiles if row_tiles is None else row_tiles)
         self.backend.launch(
             self.kernel.name,
             (grid.get(0, x), grid.get(1, y), grid.get(2, z)),

@@ -54,8 +54,9 @@ def check_linear(bench: Bench) -> None:
         arguments: list[DeviceArray] = [bench.integer(count), bench.input(x_rows), bench.input(packed)]
         if bias is not None:
             arguments.append(bench.input(bias))
-        grid = {0: -(-wanted // tile), 2: batches}
-        bench.launch(*arguments, y, tokens=count, grid=grid)
+        row_tiles = -(-wanted // tile)
+        grid = {2: batches} if mma else {0: row_tiles, 2: batches}
+        bench.launch(*arguments, y, tokens=count, grid=grid, row_tiles=row_tiles)
         written = split_guard(bench, "y", bench.read(y), count).copy()
         columns = _columns(wanted, batches, p.y_batch_stride)
         result = written[:, columns].reshape(count, batches, wanted)

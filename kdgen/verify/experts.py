@@ -19,6 +19,7 @@ CHECKS: Registry = {}
 #: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
 #: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
+INT4_GROUP = 32  #: inputs whose products tensor cores add up before a scale
 CROWD = 20  #: tokens of one expert: more than the 16 of two tiles
 #: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
 #: near ones.
@@ -135,7 +136,7 @@ def check_experts(bench: Bench) -> None:
     outputs = p.rows // 2 if p.gated else p.rows
     experts = bench.few(spec.n_routed_experts or 0)
     top_k = min(spec.num_experts_per_tok, experts)
-    tile = ((8 if p.gated else 16) * p.warps) if mma else 32
+    tile = (8 if p.gated else 16) if mma else 32
     wanted = bench.few(outputs, SLICE_TILES * tile)
     full_top_k = spec.num_experts_per_tok
     x_places = full_top_k // p.assignments_per_x_row  # 1 where every place reads its token's row
@@ -143,7 +144,7 @@ def check_experts(bench: Bench) -> None:
 
     topk = _random_topk(bench, most, experts, top_k)
     x = bench.random(bench.act, most, x_places, p.cols)
-    packed, w = _expert_weights(bench, experts, wanted)
+    packed, w, group_terms = _expert_weights(bench, experts, wanted)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -152,8 +153,9 @@ def check_experts(bench: Bench) -> None:
         order = (order // top_k * full_top_k + order % top_k).astype(np.int32)
         y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
         lists = [bench.input(array) for array in (active, begins, ends, order)]
-        grid = {0: -(-wanted // tile)}
-        bench.launch(bench.integer(len(active)), *lists, bench.input(x[rows]), bench.input(packed), y, tokens=count, grid=grid)
+        row_tiles = -(-wanted // tile)
+        arguments = (bench.integer(len(active)), *lists, bench.input(x[rows]), bench.input(packed), y)
+        bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles)
         got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
         bench.findings.untouched("y of other rows", got[:, :, wanted:])
         bench.findings.untouched("y of other places", got[:, top_k:])
@@ -165,6 +167,8 @@ def check_experts(bench: Bench) -> None:
         rows, places = np.nonzero(topk == expert)
         inputs = x[rows, np.minimum(places, x_places - 1)]
         y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
+        if group_terms is not None:
+            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * INT4_GROUP)
         if p.gated:
             gate, up = y[:, :wanted], y[:, wanted:]
             y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
@@ -175,10 +179,12 @@ def check_experts(bench: Bench) -> None:
     bench.findings.same_bits(f"y of {CROWD} equal rows", crowd, np.repeat(alone, CROWD, axis=0))
 
 
-def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array]:
-    """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64).
+def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
+    """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64, sizes of the terms in a group).
 
-    Experts lie whole strides apart even where only their first rows are filled.
+    Experts lie whole strides apart even where only their first rows are filled. On tensor cores the INT4 kernel adds up (128 + u) x and
+    −136 x over a group for (u − 8) x, and what rounding does to those larger terms remains: the last result is the root of the sum of
+    their squares, times the scale, for each weight.
     """
     p = bench.p
     rows = (2 if p.gated else 1) * wanted
@@ -190,10 +196,10 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
             memory = poison("bf16", experts, -(-p.rows // 16) * 16 * p.cols)
             part = pack_mma_a(interleaved(w, 8) if p.gated else w).reshape(experts, -1)
             memory[:, : part.shape[1]] = part
-            return memory, w.astype(np.float64)
+            return memory, w.astype(np.float64), None
         whole = np.full((experts, p.cols, p.rows), np.nan, w.dtype)
         _place(whole, w.swapaxes(1, 2), wanted, p)
-        return whole, w.astype(np.float64)
+        return whole, w.astype(np.float64), None
     assert bench.spec.quantization is not None
     group = bench.spec.quantization.group_size
     q = bench.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
@@ -205,14 +211,14 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
             nibbles, scales = (interleaved(q[e], 8), interleaved(scale[e], 8)) if p.gated else (q[e], scale[e])
             part = pack_int4_mma_a(int4.pack(nibbles.astype(np.int8) - 8), scales, group)
             memory[e, : len(part)] = part
-        return memory, w64
+        return memory, w64, np.hypot(q.astype(np.float64) + 128, 136.0) * np.repeat(scale.astype(np.float64), group, axis=2)
     parts = []
     for e in range(experts):
         nibbles, scales = np.full((p.cols, p.rows), 15, np.uint8), np.full((p.cols // group, p.rows), np.nan, scale.dtype)
         _place(nibbles[None], q[e].T[None], wanted, p)
         _place(scales[None], scale[e].T[None], wanted, p)
         parts.append(pack_int4_k_major(int4.pack(nibbles.T.astype(np.int8) - 8), np.ascontiguousarray(scales.T), group))
-    return np.stack(parts), w64
+    return np.stack(parts), w64, None
 
 
 def _place(whole: Array, by_input: Array, wanted: int, p: Any) -> None:

@@ -77,7 +77,14 @@ CONVERT = """
   }
 """
 
-SUBTRACT = "int i = blockIdx.x * 128 + threadIdx.x; if (i < n) out[i] = sub_bf16x2(x[i], y[i]);"
+WIDEN = "int i = blockIdx.x * 128 + threadIdx.x; if (i < n) out[i] = and_or(x[i], 0x000f000fu, 0x43004300u);"
+UNIFORM = """
+  u32 a[4], pair[2] = {b[threadIdx.x * 2], b[threadIdx.x * 2 + 1]};
+  float d[4];
+  uniform_fragment(a, 0xc308c308u);
+  mma_m16n8k16_bf16_from_zero(d, a, pair);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = d[i];
+"""
 
 WARP = """
   int i = blockIdx.x * 32 + threadIdx.x;
@@ -110,7 +117,8 @@ def sources() -> list[Source]:
         source("ldmatrix", "const u32* tile, u32* out", LDMATRIX, 32),
         source("cp_async", "const u32* src, u32* out, int valid", CP_ASYNC, 32),
         source("convert", "const u32* x, u32* out, int n", CONVERT, 128),
-        source("subtract", "const u32* x, const u32* y, u32* out, int n", SUBTRACT, 128),
+        source("widen", "const u32* x, u32* out, int n", WIDEN, 128),
+        source("uniform", "const u32* b, float* out", UNIFORM, 32),
         source("warp", "const float* x, float* total, float* most", WARP, 32),
         source("round_twice", "const float* x, const float* y, const float* z, float* out, int n", ROUND_TWICE, 128),
         source("stream", "const u32* src, u32* out", STREAM, 32),
@@ -393,30 +401,22 @@ def test_bf16_conversion_rounds_to_nearest_even(device: Backend) -> None:
     assert np.array_equal(got[4], packed & 0xFFFF0000)
 
 
-def test_sub_bf16x2_rounds_once(device: Backend) -> None:
-    rng = np.random.default_rng(10)
-    near = rng.integers(0, 2**16, (2, 150_000), dtype=np.uint32)
-    near[1, :100_000] = (near[0, :100_000] + rng.integers(-1500, 1501, 100_000)) & 0xFFFF  # like sizes, where rounding happens
-    special = np.array([0, 0x8000, 1, 0x8001, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x0080, 0x3F80], np.uint32)
-    a = np.concatenate([near[0], np.repeat(special, len(special))])
-    b = np.concatenate([near[1], np.tile(special, len(special))])
-    # the weight unpacking: 128 + nibble less 128 + 8
-    a, b = np.concatenate([a, 0x4300 + np.arange(16, dtype=np.uint32)]), np.concatenate([b, np.full(16, 0x4308, np.uint32)])
-    n = len(a)
-    out = device.empty((n,), "i32")
-    run(device, "subtract", -(-n // 128), 128, a | a[::-1] << 16, b | b[::-1] << 16, out, n)
-    got = words(device, out)
-    with np.errstate(invalid="ignore"):
-        low, high = ((x << 16).view(np.float32).astype(np.float64) for x in (a, b))
-        expected = round_to_bf16(low - high).astype(np.uint32)
+def test_nibbles_become_bf16(device: Backend) -> None:
+    x = np.random.default_rng(10).integers(0, 2**32, 150_000, dtype=np.uint64).astype(np.uint32)
+    out = device.empty((len(x),), "i32")
+    run(device, "widen", -(-len(x) // 128), 128, x, out, len(x))
+    assert np.array_equal(words(device, out), (x & 0x000F000F) | 0x43004300)
 
-    def same(x: U32) -> npt.NDArray[np.bool_]:
-        nan = (expected & 0x7FFF) > 0x7F80
-        return np.where(nan, (x & 0x7FFF) > 0x7F80, x == expected)
 
-    assert same(got & 0xFFFF).all()
-    assert same((got >> 16)[::-1]).all()
-    assert np.array_equal((got[-16:] << 16).view(np.float32), np.arange(16, dtype=np.float32) - 8)
+def test_a_uniform_fragment_times_inputs_is_a_multiple_of_their_sum(device: Backend) -> None:
+    b = np.random.default_rng(11).integers(-8, 9, (16, 8)).astype(np.float32)  # sums are exact
+    lanes = np.arange(32)
+    k = lanes[:, None, None] % 4 * 2 + np.array([0, 8])[None, :, None] + np.arange(2)
+    pairs = (b[k, lanes[:, None, None] // 4].view(np.uint32) >> 16).astype(np.uint32)
+    out = device.empty((128,), "f32")
+    run(device, "uniform", 1, 32, np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 16).ravel(), out)
+    column = lanes[:, None] % 4 * 2 + np.arange(4) % 2
+    assert np.array_equal(words(device, out).view(np.float32).reshape(32, 4), -136 * b.sum(0)[column])
 
 
 def butterfly(x: F32, combine: Callable[[F32, F32], F32]) -> F32:

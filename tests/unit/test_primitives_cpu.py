@@ -57,9 +57,16 @@ KERNELS = {
   }
 """,
     ),
-    "bf16_difference": (
-        "const u32* a, const u32* b, u32* out, int n",
-        "  for (int i = lane; i < n; i += 32) out[i] = sub_bf16x2(a[i], b[i]);\n",
+    "widen": ("const u32* a, u32* out, int n", "  for (int i = lane; i < n; i += 32) out[i] = and_or(a[i], 0x000f000fu, 0x43004300u);\n"),
+    "uniform": (
+        "const u32* b, float* out",
+        """
+  u32 a[4], pair[2] = {b[lane * 2], b[lane * 2 + 1]};
+  float d[4];
+  uniform_fragment(a, 0xc308c308u);
+  mma_m16n8k16_bf16_from_zero(d, a, pair);
+  for (int i = 0; i < 4; ++i) out[lane * 4 + i] = d[i];
+""",
     ),
     "reduce": (
         "const float* in, float* sum, float* largest, float* shuffled",
@@ -306,16 +313,24 @@ def test_float_to_bf16_around_every_bf16(run: Run) -> None:
     np.testing.assert_array_equal(two, expected.astype(np.uint32) | expected[::-1].astype(np.uint32) << 16)
 
 
-def test_bf16_difference_rounds_once(run: Run) -> None:
-    rng = np.random.default_rng(0)
-    a, b = (rng.integers(0, 1 << 32, 50000, dtype=np.uint64).astype(np.uint32) for _ in range(2))
-    result = run("bf16_difference", a, b, np.zeros_like(a), a.size)[2]
+def test_nibbles_become_bf16(run: Run) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, 50000, dtype=np.uint64).astype(np.uint32)
+    result = run("widen", words, np.zeros_like(words), words.size)[1]
     for shift in (0, 16):
-        with np.errstate(invalid="ignore", over="ignore"):
-            x, y = ((v >> shift & 0xFFFF).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64) for v in (a, b))
-            exact = x - y  # as float64, whose 53 digits and ml_dtypes's one rounding leave no second one
-            expected = np.where(np.isnan(exact), np.uint16(0x7FFF), exact.astype(ml_dtypes.bfloat16).view(np.uint16))
-        np.testing.assert_array_equal(result >> shift & 0xFFFF, expected)
+        value = (result >> shift & 0xFFFF).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+        np.testing.assert_array_equal(value, 128 + (words >> shift & 15))
+
+
+def test_a_uniform_fragment_times_inputs_is_a_multiple_of_their_sum(run: Run) -> None:
+    b = np.random.default_rng(1).integers(-8, 9, (16, 8)).astype(np.float32)  # sums are exact
+    lanes = np.arange(32)
+    k = lanes[:, None, None] % 4 * 2 + np.array([0, 8])[None, :, None] + np.arange(2)
+    pairs = b[k, lanes[:, None, None] // 4].astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    got = run("uniform", np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 16).ravel(), np.full(128, np.nan, np.float32))[1].reshape(
+        32, 4
+    )
+    column = lanes[:, None] % 4 * 2 + np.arange(4) % 2
+    np.testing.assert_array_equal(got, -136 * b.sum(0)[column])
 
 
 # ---- warps -----------------------------------------------------------------

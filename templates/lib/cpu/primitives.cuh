@@ -28,10 +28,7 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) { return bf16{emu_roun
 __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) { return (u32)emu_round_bf16(hi) << 16 | emu_round_bf16(lo); }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-// float32 holds more than twice bfloat16's digits, so rounding twice is rounding once
-__device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
-  return pack_bf16x2(bf16x2_lo(a) - bf16x2_lo(b), bf16x2_hi(a) - bf16x2_hi(b));
-}
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 
 // ---- shared memory --------------------------------------------------------
 #define SHARED_ARRAY(T, name, ...)                                                     \
@@ -85,6 +82,12 @@ static inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32
   EmuMma operand{d, a, b};
   emu_collective(0xffffffffu, emu_mma_step, &operand, line, "mma_m16n8k16_bf16");
 }
+static inline void mma_m16n8k16_bf16_from_zero(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], EMU_HERE) {
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  EmuMma operand{d, a, b};
+  emu_collective(0xffffffffu, emu_mma_step, &operand, line, "mma_m16n8k16_bf16_from_zero");
+}
+static inline void uniform_fragment(u32 (&a)[4], u32 pair) { a[0] = a[1] = a[2] = a[3] = pair; }
 
 struct EmuLoadMatrix {
   u32* r;
@@ -166,6 +169,23 @@ static inline float warp_sum(float v, EMU_HERE) {
 }
 static inline float warp_max(float v, EMU_HERE) {
   emu_collective(0xffffffffu, emu_reduce_step<true>, &v, line, "warp_max");
+  return v;
+}
+template <bool Max>
+EMU_UNCHECKED static void emu_extreme_step(EmuWarp* warp, unsigned, int) {
+  u32 extreme = *static_cast<u32*>(warp->operand[0]);
+  for (int l = 1; l < 32; ++l) {
+    const u32 v = *static_cast<u32*>(warp->operand[l]);
+    if (Max ? v > extreme : v < extreme) extreme = v;
+  }
+  for (int l = 0; l < 32; ++l) *static_cast<u32*>(warp->operand[l]) = extreme;
+}
+static inline u32 warp_max(u32 v, EMU_HERE) {
+  emu_collective(0xffffffffu, emu_extreme_step<true>, &v, line, "warp_max");
+  return v;
+}
+static inline u32 warp_min(u32 v, EMU_HERE) {
+  emu_collective(0xffffffffu, emu_extreme_step<false>, &v, line, "warp_min");
   return v;
 }
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }

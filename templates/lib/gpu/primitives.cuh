@@ -30,13 +30,12 @@ __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
 }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-// a - b in each half, rounded to bf16; as a * 1 + -b, because sub.bf16x2 begins with sm_90
-__device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
+// (a & mask) | bits, as the one instruction that it is: the compiler takes two when both are constants
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
   u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
   return r;
 }
-
 // ---- shared memory --------------------------------------------------------
 // Storage is a whole number of 16 bytes: the compiler widens reads to that, and may then read past a shorter array's end.
 #define SHARED_ARRAY(T, name, ...)            \
@@ -57,6 +56,20 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// the same from zero: d = a * b
+__device__ __forceinline__ void mma_m16n8k16_bf16_from_zero(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+// an A fragment of one pair throughout. The zeros added, which differ in what the compiler knows of them, keep it in four registers
+// of its own: as constants they would be copied anew before each use.
+__device__ __forceinline__ void uniform_fragment(u32 (&a)[4], u32 pair) {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = pair + (lane >> (5 + i));
 }
 // four 8x8 b16 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
@@ -150,4 +163,6 @@ __device__ __forceinline__ float warp_max(float v) {
   for (int offset = 16; offset > 0; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
 }
+__device__ __forceinline__ u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
+__device__ __forceinline__ u32 warp_min(u32 v) { return __reduce_min_sync(0xffffffffu, v); }
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
