@@ -49,7 +49,7 @@ class _Collective:
     target: Pointer
     row_bytes: int
 
-    def at(self, tokens: int, context: int, sequences: int) -> AllGather:
+    def at(self, tokens: int, context: int, sequences: int, processors: int) -> AllGather:
         return AllGather(self.name, self.source, self.target, tokens * self.row_bytes)
 
 
