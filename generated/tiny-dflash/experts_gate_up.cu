@@ -25,7 +25,7 @@ constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_
 static_assert(STEPS % STAGE_STEPS == 0, "whole stages");
 constexpr int OUTPUTS = ROWS / 2;  // a tile holds 8 gate rows and their 8 up rows
 
-// The units of a step: unit u is row tile u % row_tiles of active expert u / row_tiles. A warp takes every units_apart-th.
+// Unit u is row tile u % row_tiles of active expert u / row_tiles. A warp takes every units.apart-th.
 struct Units {
   const int *active_expert, *active_begin, *active_end;
   int row_tiles, count, apart;
