@@ -31,7 +31,7 @@ struct Shared {
                [32];  // of MAX_TOKENS / 8 row tiles with 8 tokens each, or of fewer with more
 };
 
-// This warp's weights, a stage at a time, through all of the block's row tiles: tile blockIdx.x, then every gridDim.x-th.
+// This warp's weights, a stage at a time, through all of the block's row tiles: blockIdx.x, then every gridDim.x-th.
 // A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
 struct Stream {
   const uint4* source;  // of the stage that is copied next

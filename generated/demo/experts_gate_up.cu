@@ -19,8 +19,8 @@ constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
 constexpr int STEP_BYTES = 576, SCALES_AT = 512;
-// Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. What is too much, 136 x, is taken off as a
-// product of its own with a fragment of these: cheaper than a subtraction a pair.
+// Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. What is too much, 136 x, is taken off
+// as a product of its own with a fragment of these: cheaper than a subtraction a pair.
 __device__ __forceinline__ u32 widen(u32 nibbles) { return and_or(nibbles, 0x000f000fu, 0x43004300u); }
 constexpr u32 MINUS_136 = 0xc308c308u;
 constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
