@@ -179,7 +179,7 @@ def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> Target:
 
 def own_text(target: Target, text: corpus.Text, settings: Settings) -> Tensor:
     """What the target says after prompts of the corpus [own_text, length], one half greedily, one half drawn at temperature 0.7."""
-    parts, each = [], min(1024, max(1, settings.own_text // 2))
+    parts, each = [], min(2048, max(1, settings.own_text // 2))
     for part in range(-(-settings.own_text // each)):
         prompts = torch.from_numpy(text.windows(each, settings.prompt, settings.seed + 1, part)).to(settings.device)
         with autocast(settings):
