@@ -6,12 +6,27 @@ the layers, so that they come from memory and not from a cache; times are median
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kdgen.backends.base import AllGather, Launch, Pointer, Source, Work
 from kdgen.backends.cuda import CudaBackend
+from kdgen.bench_parts import (
+    ExpertsTime,
+    PartTime,
+    PeerTime,
+    PrefillTime,
+    RoundTime,
+    experts_time,
+    matrix_rate,
+    part_times,
+    peer_times,
+    prefill_time,
+    round_times,
+    wanted_experts,
+)  # fmt: skip
+from kdgen.bench_peers import Torch, open_torch
+from kdgen.bench_timing import median
 from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
@@ -20,8 +35,8 @@ from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES, Kernel
 from kdgen.resources import templates_dir
 
+NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
 READ_MEGABYTES = 4096
-REPLAYS = 15
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
 #: Kernels that change what later steps depend on; they are timed inside steps only.
 STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
@@ -62,6 +77,12 @@ class BenchReport:
     read_bytes_per_second: float
     steps: tuple[StepTime, ...]
     gathers: dict[str, float]
+    parts: tuple[PartTime, ...] = ()
+    rounds: tuple[RoundTime, ...] = ()
+    experts: tuple[ExpertsTime, ...] = ()
+    prefill: PrefillTime | None = None
+    peer: str = ""  #: who, or why there is none; empty where none was asked for
+    peers: tuple[PeerTime, ...] = ()
 
 
 def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
@@ -71,7 +92,7 @@ def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: 
     """
     backend = engine.backend
     if not isinstance(backend, CudaBackend):
-        raise KdgenError("a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels")
+        raise KdgenError(NO_GPU)
     say("read bandwidth")
     bandwidth = read_bandwidth(backend)
     steps = []
@@ -89,7 +110,51 @@ def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: 
 def _gathers(engine: Engine, backend: CudaBackend) -> dict[str, float]:
     """Each collective of a decode step by itself, many times over."""
     each = {work.name: work for work in engine.work("decode", 1, 1) if isinstance(work, AllGather)}
-    return {name: _median(backend, [work] * LAUNCHES_A_RECORD) / LAUNCHES_A_RECORD * 1e6 for name, work in each.items()}
+    return {name: median(backend, [work] * LAUNCHES_A_RECORD) / LAUNCHES_A_RECORD * 1e6 for name, work in each.items()}
+
+
+def measure_parts(
+    report: BenchReport,
+    engine: Engine,
+    contexts: Sequence[int],
+    nodes: Sequence[int],
+    distinct: Sequence[int],
+    prefill: int | None,
+    peers: bool,
+    say: Callable[[str], None],
+) -> BenchReport:
+    """``report`` and what else was asked for. ``distinct`` experts belong to ``nodes``; without them they are those of random tokens."""
+    backend, spec, bandwidth = engine.backend, engine.spec, report.read_bytes_per_second
+    if not isinstance(backend, CudaBackend):
+        raise KdgenError(NO_GPU)
+    torch = open_torch() if peers else ""
+    peer = torch if isinstance(torch, Torch) else None
+    parts: list[PartTime] = []
+    rounds: list[RoundTime] = []
+    beside: list[PeerTime] = []
+    for context in contexts:
+        for rows in nodes:
+            if rows > 1:
+                say(f"tree and acceptance, {rows} rows at context {context}")
+                parts += part_times(engine, context, rows)
+            if peer:
+                say(f"{peer.name}, {rows} rows at context {context}")
+                beside += peer_times(engine, context, rows, peer)
+        if spec.draft is not None:
+            say(f"rounds at context {context}")
+            rounds += round_times(engine, context)
+    experts = []
+    pairs = zip(nodes, distinct, strict=True) if distinct and spec.has_moe else wanted_experts(engine, nodes)
+    for rows, hit in pairs:
+        say(f"{hit} experts, {rows} rows")
+        experts.append(experts_time(engine, rows, hit, bandwidth, peer))
+    chunks = None
+    if prefill:
+        say(f"a prompt of {prefill} tokens")
+        rate = matrix_rate(backend, backend.gpu.multiprocessors)
+        chunks = prefill_time(engine, prefill, max(rate, peer.matrix_rate()) if peer else rate)
+    who = peer.name if peer else str(torch)
+    return replace(report, parts=tuple(parts), rounds=tuple(rounds), experts=tuple(experts), prefill=chunks, peer=who, peers=tuple(beside))
 
 
 def read_bandwidth(backend: CudaBackend) -> float:
@@ -98,25 +163,10 @@ def read_bandwidth(backend: CudaBackend) -> float:
     backend.load([Source("read_bandwidth", text, 512, 0)])
     data, sink = backend.empty((READ_MEGABYTES * 2**20,), "u8"), backend.empty((1,), "i32")
     blocks = backend.gpu.multiprocessors * 4
-    seconds = _median(backend, [Launch("read_bandwidth", (blocks, 1, 1), 512, 0, (Pointer(data), READ_MEGABYTES, Pointer(sink)))])
+    seconds = median(backend, [Launch("read_bandwidth", (blocks, 1, 1), 512, 0, (Pointer(data), READ_MEGABYTES, Pointer(sink)))])
     backend.free(data)
     backend.free(sink)
     return READ_MEGABYTES * 2**20 / seconds
-
-
-def _median(backend: CudaBackend, work: Sequence[Work], between: Callable[[], None] | None = None) -> float:
-    """Seconds of one replay of ``work``; ``between`` restores state before each."""
-    replay = backend.record(work)
-    times = []
-    for i in range(REPLAYS + 2):
-        if between:
-            between()
-        stop = backend.timer()
-        replay()
-        seconds = stop()
-        if i >= 2:  # the first ones warm up
-            times.append(seconds)
-    return statistics.median(times)
 
 
 def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwidth: float, kernels: bool) -> StepTime:
@@ -130,7 +180,7 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
     work = engine.work(program, rows, context + rows)
     experts = _experts_hit(engine, backend, work)
     engine.fill(context)
-    seconds = _median(backend, work, lambda: engine.fill_length(context))
+    seconds = median(backend, work, lambda: engine.fill_length(context))
     times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
     floor = _step_bytes(engine, rows, context, experts) / bandwidth
     return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, times)
@@ -143,7 +193,7 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
     engine.verify(BlockDraft(rows - 1, rows), MAX_NODES - 1)
     engine.fill(context)
     work = engine.work("draft", rows, context + rows)
-    seconds = _median(backend, work)
+    seconds = median(backend, work)
     times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
     return StepTime("draft", rows, context, seconds * 1e6, _draft_bytes(engine, draft, context) / bandwidth * 1e6, 0, times)
 
@@ -157,7 +207,7 @@ def _kernels(
         mine = [each for each in work if isinstance(each, Launch) and each.kernel == kernel.name]
         if mine and kernel.name not in STATEFUL:
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
-            once = _median(backend, many) / len(many)
+            once = median(backend, many) / len(many)
             # the kernels before it ran again on what the last layer left: the routing is theirs
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
             floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from kdgen.backends import open_backend
-from kdgen.bench import BenchReport, StepTime, measure
+from kdgen.bench import BenchReport, StepTime, measure, measure_parts
+from kdgen.bench_plot import plot
 from kdgen.cli.output import emit_json, emit_table, status
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
@@ -21,6 +24,13 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
         raise click.BadParameter(f"{text!r} is no list of numbers such as 1,8") from error
 
 
+def _optional_numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+    return _numbers(ctx, param, text) if text else ()
+
+
+_EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as tokens hit that choose at random."
+
+
 @click.command("bench")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--layers", type=click.IntRange(min=1), help="The first so many layers only.")
@@ -28,25 +38,46 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
 @click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
-@click.option("--draft", is_flag=True, help="Time the drafter of the spec's draft: section, too.")
+@click.option("--draft", is_flag=True, help="Time the drafter of the spec's draft: section and whole rounds, too.")
+@click.option("--experts", "distinct", callback=_optional_numbers, metavar="N,…", help=_EXPERTS_HELP)
+@click.option("--prefill", type=click.IntRange(min=1), metavar="TOKENS", help="Time a prompt of so many tokens, too.")
+@click.option("--chunk", type=click.IntRange(min=1), default=Limits().max_tokens, show_default=True, help="Prompt tokens of a forward.")
+@click.option("--peers", is_flag=True, help="Time torch's way of doing the same work beside ours.")
+@click.option(
+    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg", help="Draw the kernels' bytes a second."
+)
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,
-    draft: bool, seed: int, as_json: bool,
+    draft: bool, distinct: tuple[int, ...], prefill: int | None, chunk: int, peers: bool, picture: Path | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Time decode and verify steps of SPEC with random weights, and every kernel in them, against the floor: the bytes that must be
     read, over the read bandwidth measured in the same run."""
     if not all(1 <= rows <= 64 for rows in nodes) or not all(context >= 1 for context in contexts):
         raise KdgenError("--nodes takes numbers from 1 to 64, --context numbers from 1")
+    if distinct and len(distinct) != len(nodes):
+        raise KdgenError(f"--experts takes a number for each of --nodes: {len(nodes)}, not {len(distinct)}")
+    if picture is not None and picture.suffix != ".svg":
+        raise KdgenError(f"--plot draws SVG: {picture} must end in .svg")
+    if picture is not None and not kernels:
+        raise KdgenError("--plot shows kernels: leave out --no-kernels")
     with status() as say:
         say("opening the GPU")
         backend = open_backend("cuda")
         model = random_model(spec_name, layers, seed, draft)
-        plan = build_plan(model.spec, dtype, Limits(max_context=max(contexts) + 1024))
+        room = max(*contexts, prefill or 0) + 1024
+        most = model.spec.max_position_embeddings
+        if max(*contexts, prefill or 0) + max(nodes) > most:
+            raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
+        limits = Limits(chunk if prefill else Limits().max_tokens, min(room, most))
+        plan = build_plan(model.spec, dtype, limits)
         loading = "weights {:.1f} of {:.1f} GB"
         engine = Engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))
         report = measure(engine, contexts, nodes, say, kernels)
+        report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)
+    if picture is not None:
+        picture.write_text(plot(report), encoding="utf-8")
     if as_json:
         emit_json("kdgen.bench/1", report)
     else:
@@ -76,6 +107,54 @@ def _print(report: BenchReport) -> None:
                 ],
                 right=range(1, 6),
             )  # fmt: skip
+    _print_parts(report)
+
+
+def _print_parts(report: BenchReport) -> None:
+    if report.parts:
+        click.echo("\nparts of a step that are no forward")
+        emit_table(
+            ("part", "rows", "context", "µs"),
+            [(p.part, str(p.rows), str(p.context), f"{p.microseconds:.1f}") for p in report.parts],
+            right=range(1, 4),
+        )
+    if report.rounds:
+        click.echo("\nrounds, from draft to compaction")
+        emit_table(
+            ("budget", "context", "µs"), [(str(r.budget), str(r.context), f"{r.microseconds:.0f}") for r in report.rounds], right=range(3)
+        )
+    if report.experts:
+        click.echo("\nexperts of a layer: gate_up, SiLU, down")
+        emit_table(
+            ("rows", "distinct", "µs", "floor µs", "ratio", "torch µs"),
+            [
+                (
+                    str(e.rows), str(e.experts), f"{e.microseconds:.0f}", f"{e.floor_microseconds:.0f}",
+                    f"{e.microseconds / e.floor_microseconds:.2f}", f"{e.peer_microseconds:.0f}" if e.peer_microseconds else "",
+                )
+                for e in report.experts
+            ],
+            right=range(6),
+        )  # fmt: skip
+    if report.peers:
+        click.echo(f"\nbeside {report.peer}, in turn")
+        emit_table(
+            ("kernel", "rows", "context", "µs", "torch µs", "torch / ours"),
+            [
+                (
+                    p.kernel, str(p.rows), str(p.context), f"{p.microseconds:.1f}", f"{p.peer_microseconds:.1f}",
+                    f"{p.peer_microseconds / p.microseconds:.2f}",
+                )
+                for p in report.peers
+            ],
+            right=range(1, 6),
+        )  # fmt: skip
+    elif report.peer:
+        click.echo(f"\nno peer: {report.peer}")
+    if report.prefill:
+        p = report.prefill
+        share = f"{100 * p.matrix_share:.0f} % of the measured {p.matrix_rate / 1e12:.0f} TFLOP/s"
+        click.echo(f"\nprefill: {p.tokens} tokens in chunks of {p.chunk}: {p.seconds:.3f} s, {p.tokens_per_second:.0f} tokens/s, {share}")
 
 
 def _ratio(step: StepTime) -> str:

@@ -86,8 +86,8 @@ def test_a_perfect_drafter_gets_what_it_is_worth() -> None:
 
 @given(st.integers(0, 2**20), st.integers(1, 15), st.integers(1, 64), st.floats(0.1, 5))
 def test_buckets_are_those_of_the_tree(seed: int, depths: int, width: int, spread: float) -> None:
-    rows = np.random.default_rng(seed).standard_normal((depths, width)) * spread
-    rows = -np.sort(-(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))), axis=1).astype(np.float32)
+    logits = np.random.default_rng(seed).standard_normal((depths, width)) * spread
+    rows = -np.sort(-(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))), axis=1).astype(np.float32)
     tree = build_tree(np.zeros((depths, width), np.int64), rows, 63)
     found, first = bucket_sums(rows, BUDGETS), 0
     for budget, value in zip(BUDGETS, found, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kdgen.backends.base import Backend, DeviceArray, Launch, Mailbox, Replay
+from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
 from kdgen.budget import FixedBudget
 from kdgen.decode import Decoded, decode_plain, decode_rounds
@@ -187,9 +187,9 @@ class WatchedBackend(CpuBackend):
         self._event("launch")
         super().launch(kernel, grid, block, smem, args)
 
-    def record(self, launches: Sequence[Launch]) -> Replay:
+    def record(self, work: Sequence[Work]) -> Replay:
         self._event("record")
-        replay = super().record(launches)
+        replay = super().record(work)
 
         def start() -> None:
             self._event("round")

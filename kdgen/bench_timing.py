@@ -1,0 +1,49 @@
+"""How ``kdgen bench`` measures: medians over replays of recorded work, and of two contenders in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kdgen.backends.base import Backend, Work
+
+REPLAYS = 15
+WARM_UP = 2  #: replays before those that count
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The same work by somebody else: ``start`` starts it, ``repeats`` times over; ``timer`` is a stopwatch as a backend's."""
+
+    start: Callable[[], object]
+    timer: Callable[[], Callable[[], float]]
+    repeats: int = 1
+
+
+def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] | None = None) -> float:
+    """Seconds of one replay of ``work``; ``between`` restores state before each."""
+    return _medians([Contender(backend.record(work), backend.timer)], between)[0]
+
+
+def medians(backend: Backend, work: Sequence[Work], other: Contender) -> tuple[float, float]:
+    """Seconds of one replay of ``work`` and of the other's work once, measured in turn: a GPU that grows hot does so for both."""
+    ours, theirs = _medians([Contender(backend.record(work), backend.timer), other], None)
+    return ours, theirs
+
+
+def seconds(contender: Contender) -> float:
+    """Of the contender's work once."""
+    return _medians([contender], None)[0]
+
+
+def _medians(contenders: Sequence[Contender], between: Callable[[], None] | None) -> list[float]:
+    times: list[list[float]] = [[] for _ in contenders]
+    for _ in range(REPLAYS + WARM_UP):
+        for contender, mine in zip(contenders, times, strict=True):
+            if between:
+                between()
+            stop = contender.timer()
+            contender.start()
+            mine.append(stop())
+    return [statistics.median(mine[WARM_UP:]) / contender.repeats for contender, mine in zip(contenders, times, strict=True)]

@@ -1,0 +1,182 @@
+"""``kdgen bench`` on a GPU that is none: what it runs, counts, prints and draws. Its times are made up."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import kdgen.bench
+import kdgen.bench_parts
+import kdgen.bench_timing
+import kdgen.cli.bench
+from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Source, Work
+from kdgen.backends.cpu import CpuBackend
+from kdgen.backends.cuda import CudaBackend, Gpu
+from kdgen.bench import BenchReport, KernelTime, StepTime
+from kdgen.bench_parts import distinct_experts
+from kdgen.bench_peers import open_torch
+from kdgen.bench_plot import plot
+from kdgen.bench_timing import Contender, median, medians
+from kdgen.cli import main
+from kdgen.compile import compile_all
+from kdgen.resources import templates_dir
+
+SECONDS = 1e-3
+
+
+class FakeGpu(CpuBackend, CudaBackend):
+    """The emulator under a GPU's name; every stopwatch shows a millisecond for each launch recorded or made."""
+
+    name = "cuda"
+    rounds_ahead = 0
+
+    def __init__(self) -> None:
+        CpuBackend.__init__(self)
+        self.gpu = Gpu("fake", (9, 0), 2, 2**33, (13, 0))
+        self.description = "fake GPU"
+        self._count = 0
+
+    def launch(self, *args: Any) -> None:
+        self._count += 1
+        super().launch(*args)
+
+    def record(self, work: Sequence[Work]) -> Replay:
+        return Backend.record(self, work)
+
+    def recorded_context(self, context: int) -> int:
+        return context
+
+    def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
+        return Backend.mailbox(self, arrays)
+
+    def timer(self) -> Callable[[], float]:
+        began = self._count
+        return lambda: (self._count - began) * SECONDS
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, cache_directory: Path) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(kdgen.cli.bench, "open_backend", lambda name: gpu)
+    monkeypatch.setattr(kdgen.bench, "READ_MEGABYTES", 1)
+    monkeypatch.setattr(kdgen.bench_parts, "MATRIX_ROUNDS", 1)
+    monkeypatch.setattr(kdgen.bench_timing, "REPLAYS", 1)
+    return gpu
+
+
+def bench(*options: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "tiny-dflash", "--dtype", "bf16", "--context", "20", *options])
+
+
+def test_everything_at_once(gpu: FakeGpu, tmp_path: Path) -> None:
+    picture = tmp_path / "roof.svg"
+    options = ["--nodes", "1,8", "--draft", "--prefill", "100", "--chunk", "40", "--peers", "--plot", str(picture)]
+    result = bench(*options, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["schema"] == "kdgen.bench/1" and report["backend"] == "fake GPU"
+    assert [(s["program"], s["rows"]) for s in report["steps"]] == [("decode", 1), ("verify", 8), ("draft", 8)]
+    # two kernels each, eight times over, a millisecond a launch
+    assert [(p["part"], p["rows"], p["microseconds"]) for p in report["parts"]] == [
+        ("tree", 8, pytest.approx(2000)), ("accept", 8, pytest.approx(2000)), ("draft context", 8, pytest.approx(1000)),
+    ]  # fmt: skip
+    assert [r["budget"] for r in report["rounds"]] == [0, 7, 15, 31, 63]
+    steps = {s["rows"]: s["microseconds"] for s in report["steps"] if s["program"] != "draft"}
+    assert report["rounds"][0]["microseconds"] == pytest.approx(steps[1])
+    assert report["rounds"][1]["microseconds"] == pytest.approx(steps[8] + report["steps"][2]["microseconds"])
+    assert [(e["rows"], e["experts"], e["microseconds"]) for e in report["experts"]] == [
+        (1, 2, pytest.approx(2000)),
+        (8, 7, pytest.approx(2000)),
+    ]
+    assert all(e["floor_microseconds"] > 0 and e["peer_microseconds"] is None for e in report["experts"])
+    assert (report["prefill"]["tokens"], report["prefill"]["chunk"]) == (100, 40) and report["prefill"]["matrix_share"] > 0
+    launches = report["prefill"]["seconds"] / SECONDS
+    assert (
+        report["prefill"]["tokens_per_second"] == pytest.approx(100 / report["prefill"]["seconds"]) and launches == round(launches) > 3 * 20
+    )
+    assert report["peers"] == [] and report["peer"].startswith("torch ")  # there is no GPU for it
+    names = {kernel["kernel"] for step in report["steps"] for kernel in step["kernels"]}
+    drawn = xml.etree.ElementTree.parse(picture).getroot()
+    texts = [element.text or "" for element in drawn.iter() if element.tag.endswith("text")]
+    assert any("decode, 1 rows, context 20" in text for text in texts) and names.intersection(texts)
+
+    said = bench(*options).stdout
+    for part in ("parts of a step", "rounds, from draft", "experts of a layer", "no peer: torch", "prefill: 100 tokens in chunks of 40"):
+        assert part in said
+
+
+def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
+    result = bench("--nodes", "1,4", "--experts", "2,3", "--no-kernels", "--json")
+    assert result.exit_code == 0, result.output
+    assert [(e["rows"], e["experts"]) for e in json.loads(result.stdout)["experts"]] == [(1, 2), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--experts", "2"], "--experts takes a number for each of --nodes: 2, not 1"),
+        (["--nodes", "2", "--experts", "7"], "2 tokens with 2 experts each hit 2 to 4 of them, not 7"),
+        (["--plot", "roof.pdf"], "--plot draws SVG"),
+        (["--plot", "roof.svg", "--no-kernels"], "leave out --no-kernels"),
+        (["--nodes", "65"], "--nodes takes numbers from 1 to 64"),
+        (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context or --prefill"),
+        (["--nodes", "some"], "is no list of numbers"),
+    ],
+)
+def test_what_is_refused(gpu: FakeGpu, options: list[str], said: str) -> None:
+    result = bench(*options)
+    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) -> None:
+    monkeypatch.setattr(kdgen.cli.bench, "open_backend", lambda name: cpu_backend)
+    result = bench()
+    assert result.exit_code == 2 and "a benchmark needs a GPU: the CPU backend emulates one thread by thread" in result.output
+
+
+@pytest.mark.parametrize(("kernel", "block"), [("read_bandwidth", 512), ("matrix_rate", 256)])
+def test_what_measures_the_gpu_compiles_without_spilling(kernel: str, block: int, cache_directory: Path) -> None:
+    source = Source(kernel, (templates_dir() / "bench" / f"{kernel}.cu").read_text(), block, 0)
+    (cubin,) = compile_all([source], ["sm_90a"], templates_dir() / "lib" / "gpu")
+    assert cubin.spill_stores == cubin.spill_loads == 0
+
+
+def test_random_tokens_hit_so_many_experts() -> None:
+    assert [distinct_experts(384, 8, rows) for rows in (1, 8, 16)] == [8, 60, 110]
+    assert distinct_experts(8, 2, 64) == 8
+
+
+def test_two_contenders_take_turns(gpu: FakeGpu) -> None:
+    turns: list[str] = []
+
+    def timer(name: str, seconds: float) -> Callable[[], Callable[[], float]]:
+        return lambda: lambda: turns.append(name) or seconds  # type: ignore[func-returns-value]
+
+    gpu.timer = timer("ours", 2.0)  # type: ignore[method-assign]
+    other = Contender(lambda: None, timer("theirs", 12.0), repeats=4)
+    assert medians(gpu, [], other) == (2.0, 3.0)
+    assert turns == ["ours", "theirs"] * 3  # two warm up
+    assert median(gpu, [], lambda: turns.append("before")) == 2.0
+    assert turns[6:] == ["before", "ours"] * 3
+
+
+def test_the_roof() -> None:
+    """A kernel at half the roof has half its bar; what takes next to nothing is not drawn."""
+    kernels = (KernelTime("a<b", 1, 2, 100.0, 50.0), KernelTime("roof", 1, 1, 10.0, 10.0), KernelTime("tiny", 1, 1, 0.1, 0.1))
+    step = StepTime("decode", 1, 4096, 210.0, 110.0, 0, kernels)
+    drawn = xml.etree.ElementTree.fromstring(plot(BenchReport("spec & co", "bf16", 4, "GPU", 4e12, (step,), {})))
+    bars = [float(e.get("width", "")) for e in drawn.iter() if e.tag.endswith("rect") and e.get("fill") != "white"]
+    texts = [e.text or "" for e in drawn.iter() if e.tag.endswith("text")]
+    assert len(bars) == 2 and bars[0] == pytest.approx(bars[1] / 2, abs=0.1)
+    assert "a<b" in texts and "tiny" not in texts and "2.00 TB/s, 50 %, 200 µs" in texts and "4.00 TB/s read" in texts
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    assert open_torch() == "torch is not installed (pip install torch)"
