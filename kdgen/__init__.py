@@ -9,7 +9,8 @@ The pipeline is the map of the package; each stage turns one frozen value into t
     compile.py   Cubin       NVRTC's machine code for one architecture, its registers, shared memory and spills
     backends/    Backend     runs sources: ``cuda`` on a GPU, ``cpu`` the same text under an emulator and checker
     engine.py    Engine      a plan, its weights and a backend: prefill, decode and verify steps over device state
-    decode.py                the two loops, plain (AR) and draft tree (DDTree), over an Engine and a Drafter;
+    rounds.py    Rounds      draft to compaction as one unit that the host starts ahead of results; ``budget.py`` chooses tree sizes
+    decode.py                the loops, plain (AR), draft tree (DDTree) and rounds, over an Engine and a Drafter;
                              ``batch.py`` decodes several requests together
 
 ``build.py`` takes the first stages to ``generated/``; ``model.py`` takes what ``--model`` names to an Engine.
