@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.budget import Budgets, FixedBudget, budget_for
-from kdgen.drafters.base import Candidates, Drafter, DraftLogits, Proposal
+from kdgen.drafters.base import BlockDraft, Candidates, Drafter, DraftLogits, Proposal
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.engine import Engine, Verified
 from kdgen.errors import BackendError, KdgenError
@@ -142,7 +142,7 @@ def decode_tree(
         # a deeper tree than the tokens still wanted would be cut away again
         depths = min(block_size - 1, limit - len(tokens) - 1)
         proposal = drafter.propose([*prompt, *tokens], depths)
-        budgets.append(chooser.choose())
+        budgets.append(chooser.choose() if proposal.depths else 0)
         step = engine.verify(proposal, budgets[-1])
         if proposal.depths:  # a drafter with nothing to say shows nothing
             chooser.observe(budgets[-1], [row - step.rows[0] for row in step.rows], _log_probs(proposal))
@@ -185,6 +185,8 @@ def decode_rounds(
     tokens = [prefill(engine, prompt, chunk, sampling)]
     ready = time.perf_counter()
     emit((tokens[0],))
+    if limit == 1 or tokens[0] in stops:
+        return Decoded(tuple(tokens), (), 0, ready - began, 0.0)
     preparing = time.perf_counter()
     rounds.begin(len(prompt))
     chooser = choose(tokens[0])
@@ -208,35 +210,52 @@ def decode_rounds(
     except BaseException:
         rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
         raise
-    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
     seconds = time.perf_counter() - prepared
+    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
     trees = (tuple(lengths), tuple(budgets)) if any(rounds.budgets) else ((), ())
     return Decoded(tuple(tokens), trees[0], len(lengths), ready - began, seconds, prepared - preparing, trees[1])
 
 
-def decode_fastest(
-    engine: Engine,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    drafter: Drafter | None,
-    budget: int | Literal["auto"],
-    block_size: int = 8,
-    stop: Iterable[int] = (),
-    chunk: int | None = None,
-    sampling: Sampling = GREEDY,
-    emit: Emit = _ignore,
-) -> Decoded:
-    """Rounds where nothing is drafted or the drafter is on the device, steps where the host drafts; ``auto`` measures what pays."""
-    if drafter is not None and not isinstance(drafter, DFlashDrafter):
-        steps: int | Choose = budget if budget != "auto" else lambda root: budget_for(step_costs(engine, root))
-        return decode_tree(engine, prompt, max_new_tokens, drafter, steps, block_size, stop, chunk, sampling, emit)
-    block = drafter.propose(prompt, block_size - 1) if drafter else None
-    rounds = Rounds(engine, block, budgets_for(block) if budget == "auto" else (budget if block else 0,))
+class Decoder:
+    """Decodes over one engine the fastest way there is, and keeps the rounds that it recorded and measured."""
 
-    def choose(root: int) -> Budgets:
-        return budget_for(rounds.costs(root)) if budget == "auto" and block else FixedBudget(rounds.budgets[0])
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rounds: dict[tuple[BlockDraft | None, tuple[int, ...]], Rounds] = {}
+        self._step_costs: dict[int, float] = {}
 
-    return decode_rounds(rounds, prompt, max_new_tokens, choose, stop, chunk, sampling, emit)
+    def decode(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        drafter: Drafter | None,
+        budget: int | Literal["auto"],
+        block_size: int = 8,
+        stop: Iterable[int] = (),
+        chunk: int | None = None,
+        sampling: Sampling = GREEDY,
+        emit: Emit = _ignore,
+    ) -> Decoded:
+        """Rounds where nothing is drafted or the drafter is on the device, steps where the host drafts; ``auto`` measures what pays."""
+        engine, auto = self._engine, budget == "auto"
+        if drafter is not None and not isinstance(drafter, DFlashDrafter):
+            steps = self._choose_steps if budget == "auto" else budget
+            return decode_tree(engine, prompt, max_new_tokens, drafter, steps, block_size, stop, chunk, sampling, emit)
+        block = drafter.propose(prompt, block_size - 1) if drafter else None
+        kind = (block, budgets_for(block) if budget == "auto" else (budget if block else 0,))
+        if kind not in self._rounds:
+            self._rounds[kind] = Rounds(engine, *kind)
+        rounds = self._rounds[kind]
+
+        def choose(root: int) -> Budgets:
+            return budget_for(rounds.costs(root)) if auto and block else FixedBudget(rounds.budgets[0])
+
+        return decode_rounds(rounds, prompt, max_new_tokens, choose, stop, chunk, sampling, emit)
+
+    def _choose_steps(self, root: int) -> Budgets:
+        if not self._step_costs:
+            self._step_costs = step_costs(self._engine, root)
+        return budget_for(self._step_costs)
 
 
 def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:

@@ -22,7 +22,7 @@ from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
-from kdgen.decode import Decoded, decode_fastest, decode_plain
+from kdgen.decode import Decoded, Decoder, decode_plain
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
@@ -297,7 +297,7 @@ def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[s
     live.begin()
     drafter = _drafter(run, engine.spec, plain.tokens if plain else ()) if run.draft != "none" else None
     tree = (drafter, run.budget, run.block_size)
-    decoded = decode_fastest(engine, run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
+    decoded = Decoder(engine).decode(run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
     _need_numbers(engine)
     if plain is None or rows is None:
         return decoded, None

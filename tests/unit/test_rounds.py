@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
 from kdgen.budget import FixedBudget
-from kdgen.decode import Decoded, decode_plain, decode_rounds
+from kdgen.decode import Decoded, Decoder, decode_plain, decode_rounds
 from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
@@ -133,6 +136,47 @@ def test_measuring_rounds_changes_nothing(engine: Engine) -> None:
     same(rounds, plain, rows, decode_rounds(rounds, PROMPT, 6, measured))
     assert sorted(costs) == [0, 7] and all(seconds > 0 for seconds in costs.values())
     assert rounds.costs(plain.tokens[0]) == costs  # measured once
+
+
+@settings(max_examples=10)
+@given(
+    prompt=st.lists(st.integers(0, SPEC.vocab_size - 1), min_size=1, max_size=40),
+    new_tokens=st.integers(1, 16),
+    stop_at=st.integers(0, 20),
+    budgets=st.lists(st.sampled_from([0, 1, 7, 20, 63]), min_size=1, max_size=4),
+    depths=st.integers(1, 7),
+    ahead=st.integers(0, 1),
+)
+def test_whatever_the_situation(
+    engine: Engine, prompt: list[int], new_tokens: int, stop_at: int, budgets: list[int], depths: int, ahead: int
+) -> None:
+    tokens = decode_plain(engine, prompt, new_tokens).tokens
+    stop = tokens[stop_at : stop_at + 1]
+    plain = decode_plain(engine, prompt, new_tokens, stop)
+    rows = np.ascontiguousarray(engine.cache_rows())
+    rounds = Rounds(engine, BlockDraft(depths, depths + 1), budgets)
+    same(rounds, plain, rows, decode_rounds(rounds, prompt, new_tokens, lambda _: Scheduled(budgets), stop, ahead=ahead))
+
+
+def test_a_decoder_records_and_measures_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    measured = Rounds.costs
+    monkeypatch.setattr(Rounds, "costs", lambda self, root: made.append(self.budgets) or measured(self, root))  # type: ignore[func-returns-value]
+    recorded: list[int] = []
+    record = engine.backend.record
+    monkeypatch.setattr(engine.backend, "record", lambda work: recorded.append(len(work)) or record(work))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(engine.backend, "recorded_context", lambda context: 192)
+    decoder, plain = Decoder(engine), decode_plain(engine, PROMPT, 5).tokens
+    decode_plain(engine, PROMPT, 5)  # the engine records a prefill that comes again
+    recorded.clear()
+    for _ in range(2):
+        assert decoder.decode(PROMPT, 5, DFlashDrafter(8), "auto").tokens == plain
+        assert decoder.decode(PROMPT, 5, DFlashDrafter(8, chain=True), "auto").tokens == plain
+        assert decoder.decode(PROMPT, 5, None, "auto").tokens == plain
+    assert made == [(0, 7, 15, 31, 63), (0, 7)] * 2
+    assert len(recorded) == 5 + 2 + 1
+    assert decoder.decode(PROMPT, 1, DFlashDrafter(8), 15).tokens == plain[:1]
+    assert len(recorded) == 8, "nothing is recorded for nothing"
 
 
 @pytest.mark.parametrize(
