@@ -403,11 +403,11 @@ class Engine:
         if arg.kind == "ranks":
             return Pointer(self._everywhere[arg.name])
         if arg.kind == "weight":
-            return Pointer(self._weights[arg.name])
+            return Pointer(self._weights[arg.name], arg.value)
         if arg.kind == "layer_weight":
             return Pointer(self._weights[f"layers.{layer}.{arg.name}"])
         array = self._buffers[arg.name]
-        return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else 0)
+        return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else arg.value)
 
     def _need_memory(self) -> None:
         """Raises BackendError when weights and buffers cannot fit; better said now than after gigabytes of loading."""

@@ -16,7 +16,7 @@ from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, MAX_NODES, Compute, Kernel, Limits, Plan
-from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, shard_obstacles
+from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec import Spec
 
 BLOCK_SIZE = 8  #: rows of a draft block where a spec has no drafter that says otherwise: seven drafted depths
@@ -228,9 +228,9 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
         part = _part(name)
         launches, total = moved.get(part, (0, 0))
         moved[part] = launches + count, total + count * _bytes(spec, kernels[name], rows, context, hit)
-        if words := _words_sent(plan, kernels[name]):
+        if words := _words_sent(kernels[name]):
             collectives += count
-            sent += count * words * 8 * rows * (plan.shard.ranks - 1)  # a word and its round to each of the others
+            sent += _bytes_sent(plan, count * words, rows)
     bandwidth = gpu.bandwidth * READ_FRACTION
     collective_seconds = collectives * gpu.collective_seconds + sent / gpu.link_bandwidth
     parts = tuple(Part(name, launches, total, total / bandwidth) for name, (launches, total) in moved.items())
@@ -252,14 +252,19 @@ def _bytes(spec: Spec, kernel: Kernel, rows: int, context: int, hit: float) -> i
     return fixed + cost.bytes_per_token * rows
 
 
-def _words_sent(plan: Plan, kernel: Kernel) -> int:
+def _bytes_sent(plan: Plan, words: int, rows: int) -> int:
+    """Each word goes with its round to each of the other ranks."""
+    return words * 8 * rows * (plan.shard.ranks - 1)
+
+
+def _words_sent(kernel: Kernel) -> int:
     """Words of a row that a kernel sends to each other rank; 0 where it sends none."""
     return int(getattr(kernel.params, "width", 0)) if kernel.template in ("peer_sum.cu.j2", "peer_gather.cu.j2") else 0
 
 
 def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float:
-    """The floor of a block of the drafter: its weights, the head, its cache; 0 where the spec has none."""
-    draft = spec.draft
+    """The floor of a block of the drafter: its weights, the head, its cache, its collectives; 0 where the spec has none."""
+    draft = part_of(spec, plan.shard.ranks).draft
     if draft is None:
         return 0.0
     weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
@@ -267,8 +272,10 @@ def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float
     windows = [draft.window(layer) for layer in range(draft.num_hidden_layers)]
     keys = sum(min(context, window - 1 if window else context) + draft.block_size for window in windows)
     cache = keys * 2 * draft.key_width * ITEM_BYTES[plan.compute]
-    collectives = 0 if plan.shard.whole else 2  # the embedding, and the logits
-    return (weights + head + cache) / (gpu.bandwidth * READ_FRACTION) + collectives * gpu.collective_seconds
+    words = [_words_sent(plan.kernel(launch.kernel)) for launch, _ in plan.program("draft").launches()]
+    collectives = sum(map(bool, words)) * gpu.collective_seconds
+    sent = _bytes_sent(plan, sum(words), draft.block_size) / gpu.link_bandwidth
+    return (weights + head + cache) / (gpu.bandwidth * READ_FRACTION) + collectives + sent
 
 
 def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[str, ...]:

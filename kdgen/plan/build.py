@@ -7,7 +7,7 @@ from kdgen.plan import draft
 from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.kernels import Catalogue, mma_obstacles, mode_of
 from kdgen.plan.programs import buffers, gathers, programs
-from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of
+from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
 from kdgen.plan.weights import weights
 from kdgen.spec import Spec
 
@@ -44,7 +44,10 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
             f"{shard.ranks} ranks share heads, MLPs, every expert and the vocabulary; norms, latents, router and cache are on each"
         )
         if spec.draft is not None:
-            notes.append("the drafter is on each rank, whole")
+            shared = shares_draft(spec, shard.ranks)
+            notes.append(
+                "the ranks share the drafter, too" if shared else "the drafter is on each rank, whole: its dims are not to be shared"
+            )
     notes.append("one plan for every target: no block uses more than 99 KiB of shared memory")
     if spec.draft is not None:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
@@ -54,11 +57,11 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=Catalogue(spec, mode, shard.ranks, shard.exchange).all() + draft.kernels(spec, compute),
+        kernels=Catalogue(spec, mode, shard.ranks, shard.exchange).all() + draft.kernels(spec, compute, shard),
         weights=weights(spec, mode, shard),
-        draft_weights=draft.weights(spec, compute),
-        buffers=buffers(spec, mode, limits, shard) + draft.buffers(spec, mode, limits),
-        programs=draft.programs(programs(spec, mode, limits, shard), spec, limits, shard),
+        draft_weights=draft.weights(spec, compute, shard),
+        buffers=buffers(spec, mode, limits, shard) + draft.buffers(part, mode, limits),
+        programs=draft.programs(programs(spec, mode, limits, shard), spec, mode.act_bytes, limits, shard),
         notes=tuple(notes),
         shard=shard,
         gathers=gathers(spec, shard),

@@ -16,8 +16,8 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.plan import ir, params
 from kdgen.plan.ir import MAX_PATH, ONE, Arg, Buffer, Compute, Cost, DType, Extent, Kernel, Launch, Limits, Program, Stage, Weight
 from kdgen.plan.kernels import ROW_EXTENT, Catalogue, Linear, Mode, block_for, mode_of
-from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, weight
-from kdgen.plan.shard import Shard, part_of
+from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, summed, weight
+from kdgen.plan.shard import WHOLE, Shard, part_of, shares_draft
 from kdgen.plan.weights import stored_bytes
 from kdgen.spec import Spec
 
@@ -47,26 +47,41 @@ def attention_smem(draft: DraftSpec) -> int:
     return 4 * (head * rows + _TILE * rows + rows + _TILE * (head + 1))
 
 
-def kernels(spec: Spec, compute: Compute) -> tuple[Kernel, ...]:
+def own_shard(spec: Spec, shard: Shard) -> Shard:
+    """The drafter's place among ``shard``'s ranks: one of its own where they do not share it."""
+    return shard if shares_draft(spec, shard.ranks) else WHOLE
+
+
+def kernels(spec: Spec, compute: Compute, shard: Shard) -> tuple[Kernel, ...]:
     """The drafter's kernels, in the order in which a round runs them; none for a spec without one."""
-    if spec.draft is None:
+    part = part_of(spec, shard.ranks).draft
+    if part is None:
         return ()
-    return _DraftCatalogue(spec, spec.draft, mode_of(spec.draft, compute)).all()
+    return _DraftCatalogue(spec, part, mode_of(part, compute), own_shard(spec, shard).ranks).all()
 
 
 class _DraftCatalogue(Catalogue):
     """Builds the drafter's kernels with the target's ways of making dense layers and norms."""
 
-    def __init__(self, spec: Spec, draft: DraftSpec, mode: Mode) -> None:
-        super().__init__(spec, mode)
-        self.draft = draft
+    def __init__(self, spec: Spec, draft: DraftSpec, mode: Mode, ranks: int) -> None:
+        super().__init__(spec, mode, ranks)
+        self.draft = draft  # a rank's part
 
     def all(self) -> tuple[Kernel, ...]:
         d, hidden, bias = self.draft, self.draft.hidden_size, self.draft.attention_bias
         return (
             self._capture(),
             self._context(),
-            self._linear(Linear("draft_fc", "a token's features to the drafter's width", hidden, d.feature_width, out_float=True)),
+            self._linear(
+                Linear(
+                    "draft_fc",
+                    "a token's features to the drafter's width",
+                    hidden,
+                    d.feature_width // self.ranks,
+                    x_stride=d.feature_width,
+                    out_float=True,
+                )
+            ),
             self._norm("draft_norm", hidden, eps=d.rms_norm_eps),
             self._linear(Linear("draft_kv_proj", "[keys | values]", 2 * d.key_width, hidden, bias=bias, out_float=True)),
             self._heads("draft_context_heads", queries=False),
@@ -76,7 +91,7 @@ class _DraftCatalogue(Catalogue):
             self._attend(),
             self._join(),
             self._linear(
-                Linear("draft_o_proj", "attention output added to the residual", hidden, d.query_width, bias=bias, accumulate=True)
+                self._into_residual(Linear("draft_o_proj", "attention output added to the residual", hidden, d.query_width, bias=bias))
             ),
             *(self._linear(layer) for layer in self.swiglu("draft_", d.intermediate_size)),
         )
@@ -92,7 +107,7 @@ class _DraftCatalogue(Catalogue):
     def _context(self) -> Kernel:
         d, block = self.draft, 256
         columns = 8 * block
-        p = params.DraftContext("draft_context", d.feature_width, MAX_PATH, columns, self.mode.act, block)
+        p = params.DraftContext("draft_context", d.feature_width, d.hidden_size, self.ranks > 1, MAX_PATH, columns, self.mode.act, block)
         cost = Cost(0, 2 * d.feature_width * self.mode.act_bytes, 0)
         grid = (ROW_EXTENT, Extent(-(-d.feature_width // columns)), ONE)
         return Kernel(p.name, "draft_context.cu.j2", p, block, grid, 0, cost, "features of the tokens that a step committed")
@@ -144,45 +159,56 @@ class _DraftCatalogue(Catalogue):
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
 
-def weights(spec: Spec, compute: Compute) -> tuple[Weight, ...]:
-    """The drafter's device tensors; ``sources`` are keys of its own checkpoint."""
-    if spec.draft is None:
+def weights(spec: Spec, compute: Compute, shard: Shard) -> tuple[Weight, ...]:
+    """The drafter's device tensors, or a rank's part of them; ``sources`` are keys of its own checkpoint."""
+    d = part_of(spec, shard.ranks).draft
+    if d is None:
         return ()
-    d, mode = spec.draft, mode_of(spec.draft, compute)
+    mode, own = mode_of(d, compute), own_shard(spec, shard)
+    rows_part, cols_part = (None, None) if own.whole else (ir.Part(0, own.rank, own.ranks), ir.Part(1, own.rank, own.ranks))
     fast, every, hidden, width = mode.compute == "bf16", (0, d.num_hidden_layers), d.hidden_size, d.intermediate_size
     layout: ir.Layout = "mma_a" if fast else "k_major"
     dtype: DType = "f32" if mode.weight == "float" else "bf16"
     layer, attn, mlp = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
 
-    def matrix(name: str, rows: int, cols: int, *sources: str, layers: tuple[int, int] | None = every, gate_up_tile: int = 0) -> Weight:
+    def matrix(
+        name: str, rows: int, cols: int, *sources: str, part: ir.Part | None, layers: tuple[int, int] | None = every, gate_up_tile: int = 0
+    ) -> Weight:
         assembly: ir.Assembly = "gate_up" if gate_up_tile else "concat" if len(sources) > 1 else "single"
         logical = (1, rows, cols)
-        return Weight(name, dtype, logical, assembly, layout, sources, stored_bytes(layout, dtype, logical, 0), layers, gate_up_tile)
+        size = stored_bytes(layout, dtype, logical, 0)
+        return Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, part=part)
 
-    def vector(name: str, length: int, *sources: str, layers: tuple[int, int] | None = every) -> Weight:
+    def vector(name: str, length: int, *sources: str, layers: tuple[int, int] | None = every, part: ir.Part | None = None) -> Weight:
         assembly: ir.Assembly = "concat" if len(sources) > 1 else "single"
-        return Weight(name, "f32", (1, 1, length), assembly, "row_major", sources, 4 * length, layers)
+        return Weight(name, "f32", (1, 1, length), assembly, "row_major", sources, 4 * length, layers, part=part)
 
     found = [
-        matrix("draft_fc", hidden, d.feature_width, "fc.weight", layers=None),
+        matrix("draft_fc", hidden, d.feature_width // own.ranks, "fc.weight", part=cols_part, layers=None),
         vector("draft_hidden_norm", hidden, "hidden_norm.weight", layers=None),
         vector("draft_final_norm", hidden, "norm.weight", layers=None),
         vector("draft_input_layernorm", hidden, f"{layer}input_layernorm.weight"),
         vector("draft_post_attention_layernorm", hidden, f"{layer}post_attention_layernorm.weight"),
         vector("draft_q_norm", d.head_dim, f"{attn}q_norm.weight"),
         vector("draft_k_norm", d.head_dim, f"{attn}k_norm.weight"),
-        matrix("draft_q_proj", d.query_width, hidden, f"{attn}q_proj.weight"),
-        matrix("draft_kv_proj", 2 * d.key_width, hidden, f"{attn}k_proj.weight", f"{attn}v_proj.weight"),
-        matrix("draft_o_proj", hidden, d.query_width, f"{attn}o_proj.weight"),
+        matrix("draft_q_proj", d.query_width, hidden, f"{attn}q_proj.weight", part=rows_part),
+        matrix("draft_kv_proj", 2 * d.key_width, hidden, f"{attn}k_proj.weight", f"{attn}v_proj.weight", part=rows_part),
+        matrix("draft_o_proj", hidden, d.query_width, f"{attn}o_proj.weight", part=cols_part),
         matrix(
-            "draft_gate_up_proj", 2 * width, hidden, f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight", gate_up_tile=8 if fast else width
+            "draft_gate_up_proj",
+            2 * width,
+            hidden,
+            f"{mlp}gate_proj.weight",
+            f"{mlp}up_proj.weight",
+            part=rows_part,
+            gate_up_tile=8 if fast else width,
         ),
-        matrix("draft_down_proj", hidden, width, f"{mlp}down_proj.weight"),
+        matrix("draft_down_proj", hidden, width, f"{mlp}down_proj.weight", part=cols_part),
     ]
     if d.attention_bias:
         found += [
-            vector("draft_q_proj_bias", d.query_width, f"{attn}q_proj.bias"),
-            vector("draft_kv_proj_bias", 2 * d.key_width, f"{attn}k_proj.bias", f"{attn}v_proj.bias"),
+            vector("draft_q_proj_bias", d.query_width, f"{attn}q_proj.bias", part=rows_part),
+            vector("draft_kv_proj_bias", 2 * d.key_width, f"{attn}k_proj.bias", f"{attn}v_proj.bias", part=rows_part),
             vector("draft_o_proj_bias", hidden, f"{attn}o_proj.bias"),
         ]
     return tuple(found)
@@ -231,17 +257,18 @@ def _max_splits(draft: DraftSpec, limits: Limits) -> int:
     return -(-limits.capacity // split_keys(draft))
 
 
-def programs(target: tuple[Program, ...], spec: Spec, limits: Limits, shard: Shard) -> tuple[Program, ...]:
+def programs(target: tuple[Program, ...], spec: Spec, act_bytes: int, limits: Limits, shard: Shard) -> tuple[Program, ...]:
     """The target's programs with what the drafter adds to them, and ``draft``, which proposes candidates for the step's sequences."""
-    if spec.draft is None:
+    part = part_of(spec, shard.ranks)
+    if part.draft is None:
         return target
-    extended = []
+    own, extended = own_shard(spec, shard), []
     for program in target:
-        captured = tuple(itertools.chain.from_iterable(_captured(stage, spec.draft) for stage in program.stages))
+        captured = tuple(itertools.chain.from_iterable(_captured(stage, part.draft) for stage in program.stages))
         forwards = captured != program.stages
-        context = context_stages(spec.draft, limits, from_tree=program.name.startswith("verify")) if forwards else ()
+        context = context_stages(part.draft, limits, program.name.startswith("verify"), own, act_bytes) if forwards else ()
         extended.append(replace(program, stages=captured + context))
-    return (*extended, Program("draft", _draft_stages(spec, spec.draft, limits, shard)))
+    return (*extended, Program("draft", _draft_stages(part, part.draft, limits, shard, own)))
 
 
 def _named(names: str) -> tuple[Arg, ...]:
@@ -263,15 +290,25 @@ def _captured(stage: Stage, draft: DraftSpec) -> Iterator[Stage]:
         yield Stage(stage.launches, (first, stop))
 
 
-def context_stages(draft: DraftSpec, limits: Limits, from_tree: bool) -> tuple[Stage, ...]:
-    """From the features of what a step committed to rows of the draft cache."""
+def context_stages(draft: DraftSpec, limits: Limits, from_tree: bool, own: Shard = WHOLE, act_bytes: int = 0) -> tuple[Stage, ...]:
+    """From the features of what a step committed to rows of the draft cache. ``draft`` is a rank's part, ``own`` its place, and
+    ``act_bytes`` the size of a feature, where ranks share it."""
     step = "step_count step_sequence step_begin accepted_count accepted_nodes sequence_length features context_features"
     rows = "context_count context_sequence context_position"
-    start = (
-        launch("draft_context", *_named(f"{step} {rows}"), integer(int(from_tree))),
-        launch("draft_fc", *_named("context_count context_features"), weight("draft_fc"), buffer("residual")),
-        _norm(weight("draft_hidden_norm"), "context_count"),
-    )
+    if own.whole:
+        project_features: tuple[Launch, ...] = (
+            launch("draft_context", *_named(f"{step} {rows}"), integer(int(from_tree))),
+            launch("draft_fc", *_named("context_count context_features"), weight("draft_fc"), buffer("residual")),
+        )
+    else:  # each rank takes some of the features
+        first = own.rank * (draft.feature_width // own.ranks) * act_bytes
+        features = Arg("buffer", "context_features", first)
+        project_features = (
+            launch("draft_context", *_named(f"{step} {rows} residual"), integer(int(from_tree))),
+            launch("draft_fc", buffer("context_count"), features, weight("draft_fc"), buffer("mlp_part")),
+            *summed("mlp", limits, own, count="context_count"),
+        )
+    start = (*project_features, _norm(weight("draft_hidden_norm"), "context_count"))
     heads = launch(
         "draft_context_heads", *_named(f"{rows} draft_kv"), layer_weight("draft_k_norm"), *_named("draft_cos_table draft_sin_table"),
         _CACHE, integer(limits.capacity),
@@ -288,11 +325,19 @@ def _linear(draft: DraftSpec, name: str, x: str, y: str, biased: bool = False, c
     return launch(name, *_named(f"{count} {x}"), layer_weight(name), *bias, buffer(y))
 
 
+def _into_residual(draft: DraftSpec, name: str, x: str, what: str, limits: Limits, own: Shard, biased: bool = False) -> tuple[Launch, ...]:
+    """A projection whose outputs are added to the residual; where ranks share it, their parts are."""
+    if own.whole:
+        return (_linear(draft, name, x, "residual", biased),)
+    bias = layer_weight(f"{name}_bias") if biased and draft.attention_bias else None
+    return _linear(draft, name, x, f"{what}_part"), *summed(what, limits, own, bias)
+
+
 def _norm(gain: Arg, count: str = "num_tokens") -> Launch:
     return launch("draft_norm", *_named(f"{count} residual"), gain, buffer("hidden"))
 
 
-def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard) -> tuple[Stage, ...]:
+def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard, own: Shard) -> tuple[Stage, ...]:
     """One pass over the blocks of the step's sequences, up to the candidates of each depth. Row 0, the root's own, proposes nothing.
 
     Its rows stand where the verify step's will.
@@ -300,7 +345,7 @@ def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard) ->
     step, rows = "step_count step_sequence draft_begin sequence_length", "num_tokens row_sequence row_position"
     begin = (
         launch("draft_block", *_named(f"{step} root_token num_tokens tokens row_sequence row_position row_last")),
-        *embedding(part_of(spec, shard.ranks), limits, shard),
+        *embedding(spec, limits, shard),
     )
     end = (
         _norm(weight("draft_final_norm")),
@@ -325,10 +370,10 @@ def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard) ->
             heads,
             attend,
             launch("draft_combine", *seen, *split, buffer("draft_attended"), splits, integer(window)),
-            _linear(draft, "draft_o_proj", "draft_attended", "residual", biased=True),
+            *_into_residual(draft, "draft_o_proj", "draft_attended", "attention", limits, own, biased=True),
             _norm(layer_weight("draft_post_attention_layernorm")),
             _linear(draft, "draft_gate_up_proj", "hidden", "draft_mlp"),
-            _linear(draft, "draft_down_proj", "draft_mlp", "residual"),
+            *_into_residual(draft, "draft_down_proj", "draft_mlp", "mlp", limits, own),
         )
 
     runs = itertools.groupby(range(draft.num_hidden_layers), key=draft.window)

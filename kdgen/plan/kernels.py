@@ -12,7 +12,7 @@ from typing import Literal
 from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
-from kdgen.plan.shard import Exchange, part_of
+from kdgen.plan.shard import Exchange, part_of, shares_draft
 from kdgen.spec import LORA_NORM_EPS, Spec
 
 #: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
@@ -79,6 +79,11 @@ def split_keys(spec: Spec, compute: Compute) -> int:
 def block_for(width: int, most: int = 256) -> int:
     """Threads for an elementwise pass over ``width``: whole warps, no more than it has work for."""
     return max(32, min(most, -(-width // 32) * 32))
+
+
+def sums_biases(whole: Spec, ranks: int) -> bool:
+    """Whether some projection whose outputs are summed over ranks has a bias."""
+    return whole.attention_bias or bool(whole.draft and whole.draft.attention_bias and shares_draft(whole, ranks))
 
 
 def column_blocks(width: int) -> int:
@@ -446,7 +451,7 @@ class Catalogue:
     def _joins(self) -> list[Kernel]:
         """Sums, choices and logits of all ranks. A bias that belongs to a sum over ranks is added there, once."""
         found = [self._rank_sum("rank_sum", bias=False)]
-        if self.spec.attention_bias:
+        if sums_biases(self.whole, self.ranks):
             found.append(self._rank_sum("rank_sum_bias", bias=True))
         if self.exchange == "peer":
             found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]

@@ -334,6 +334,8 @@ class DraftCapture:
 class DraftContext:
     name: str
     width: int
+    hidden: int
+    sharded: bool
     max_path: int
     columns: int
     act: CType

@@ -257,16 +257,16 @@ def embedding(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     start = (*_buffers("num_tokens tokens"), weight("embed_tokens"))
     if shard.whole:
         return (launch("embed", *start, buffer("residual")),)
-    return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *_summed("mlp", limits, shard)
+    return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *summed("mlp", limits, shard)
 
 
-def _summed(what: str, limits: Limits, shard: Shard, bias: Arg | None = None) -> tuple[Launch, ...]:
-    """The ranks' parts of ``what`` into the residual."""
+def summed(what: str, limits: Limits, shard: Shard, bias: Arg | None = None, count: str = "num_tokens") -> tuple[Launch, ...]:
+    """The ranks' parts of ``what`` (attention, mlp) into the residual, of as many token rows as the buffer ``count`` says."""
     name, end = "rank_sum_bias" if bias else "rank_sum", (*((bias,) if bias else ()), buffer("residual"))
     if shard.exchange == "gather":
-        return launch(f"gather_{what}"), launch(name, *_buffers("num_tokens parts"), ROWS, *end)
+        return launch(f"gather_{what}"), launch(name, *_buffers(f"{count} parts"), ROWS, *end)
     places = Arg("ranks", "inbox_sum"), integer(shard.rank), integer(limits.max_rows)
-    return (launch(name, *_buffers(f"num_tokens {what}_part"), *places, buffer("rounds_sum"), *end),)
+    return (launch(name, *_buffers(f"{count} {what}_part"), *places, buffer("rounds_sum"), *end),)
 
 
 def _norm(gain: Arg) -> Launch:
@@ -300,7 +300,7 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[La
     out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias),)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
-        out = (_linear("o_proj", "attention", "attention_part"), *_summed("attention", limits, shard, bias))
+        out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
     return (
         _norm(layer_weight("input_layernorm")), *queries, rope, _linear("w_uk_absorb", "q", "query"), attend, combine,
         _linear("w_uv_absorb", "latent", "attention"), *out, _norm(layer_weight("post_attention_layernorm")),
@@ -311,12 +311,12 @@ def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     gate_up = _linear("gate_up_proj", "hidden", "mlp")
     if shard.whole:
         return gate_up, _linear("down_proj", "mlp", "residual")
-    return gate_up, _linear("down_proj", "mlp", "mlp_part"), *_summed("mlp", limits, shard)
+    return gate_up, _linear("down_proj", "mlp", "mlp_part"), *summed("mlp", limits, shard)
 
 
 def _moe(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     target = "residual" if shard.whole else "mlp_part"
-    joined = () if shard.whole else _summed("mlp", limits, shard)
+    joined = () if shard.whole else summed("mlp", limits, shard)
     bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
     lists = _buffers("num_active active_expert active_begin active_end assignments")
     routed = (

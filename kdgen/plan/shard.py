@@ -2,7 +2,8 @@
 
 A rank's part is itself a model of the same structure, with an N-th of the heads, of every MLP's and expert's inner width, and of the
 vocabulary. Norms, the latent projections, the router and the cache are the same on every rank. Kernels are then planned for that
-smaller model; what is summed over ranks is in kdgen.plan.programs.
+smaller model; what is summed over ranks is in kdgen.plan.programs. A drafter is shared in the same way where its dims allow it, its
+cache by key heads; else each rank has it whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kdgen.draft_spec import DraftSpec
 from kdgen.errors import KdgenError
 from kdgen.spec import Spec
 
@@ -45,8 +47,28 @@ def part_of(spec: Spec, ranks: int) -> Spec:
             "num_attention_heads": spec.num_attention_heads // ranks,
             "intermediate_size": spec.intermediate_size // ranks,
             "moe_intermediate_size": spec.moe_intermediate_size // ranks,
+            "draft": _draft_part(spec.draft, ranks) if spec.draft and shares_draft(spec, ranks) else spec.draft,
         }
     )
+
+
+def _draft_part(draft: DraftSpec, ranks: int) -> DraftSpec:
+    return draft.model_copy(
+        update={
+            "num_attention_heads": draft.num_attention_heads // ranks,
+            "num_key_value_heads": draft.num_key_value_heads // ranks,
+            "intermediate_size": draft.intermediate_size // ranks,
+        }
+    )
+
+
+def shares_draft(spec: Spec, ranks: int) -> bool:
+    """Whether the ranks share the drafter: they divide its dims, and leave those that tensor cores need multiples of 16 so."""
+    draft = spec.draft
+    if draft is None or ranks == 1 or draft.num_key_value_heads % ranks:
+        return False
+    widths = (draft.query_width, draft.intermediate_size, draft.feature_width)
+    return all(width % ranks == 0 and (width % 16 != 0 or width // ranks % 16 == 0) for width in widths)
 
 
 def shard_obstacles(spec: Spec, ranks: int) -> tuple[str, ...]:

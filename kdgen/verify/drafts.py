@@ -61,8 +61,9 @@ def check_context(bench: Bench) -> None:
             inputs = [bench.input(values) for values in (step, begins, accepted_count, accepted, lengths, features)]
             context, number = bench.poisoned(bench.act, guard(total), p.width), bench.poisoned("i32", 1)
             sequence, position = bench.poisoned("i32", guard(total)), bench.poisoned("i32", guard(total))
+            residual = [bench.poisoned("f32", guard(total), p.hidden)] if p.sharded else []
             rows = int(begins[-1])  # an upper bound of the committed ones, which the host knows
-            bench.launch(bench.integer(len(step)), *inputs, context, number, sequence, position, from_tree, tokens=rows)
+            bench.launch(bench.integer(len(step)), *inputs, context, number, sequence, position, *residual, from_tree, tokens=rows)
             wanted = np.concatenate([begin + chosen for begin, chosen in zip(begins[:-1], nodes, strict=True)])
             ordinal = np.concatenate([np.arange(count) for count in counts])
             of_row = np.repeat(step, counts)
@@ -72,6 +73,8 @@ def check_context(bench: Bench) -> None:
             bench.findings.equal("context_position", split_guard(bench, "context_position", bench.read(position), total), expected)
             got = split_guard(bench, "context_features", bench.read(context), total)
             bench.findings.same_bits("context_features", got, features[wanted])
+            for array in residual:
+                bench.findings.equal("residual", split_guard(bench, "residual", bench.read(array), total), np.zeros((total, p.hidden)))
             bench.release()
 
 

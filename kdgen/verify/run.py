@@ -44,7 +44,7 @@ CHECKER = "cpu-checker"
 CHECKER_TOKENS = (1, 9)
 RANKS = 2  #: of models whose dims they divide
 #: Templates of which several ranks have versions of their own.
-RANK_TEMPLATES = frozenset({"embed.cu.j2", "moe_combine.cu.j2", "argmax.cu.j2", *joins.CHECKS})
+RANK_TEMPLATES = frozenset({"embed.cu.j2", "moe_combine.cu.j2", "argmax.cu.j2", "draft_context.cu.j2", *joins.CHECKS})
 #: The situation that every model is put in: four requests over three slabs, full to the last token, across a split of 64 keys.
 TOGETHER = Situation(
     weights_seed=1, slots=3, spare=0, max_tokens=13,

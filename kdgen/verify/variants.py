@@ -1,7 +1,7 @@
 """Small models with what the tiny specs lack, so that ``kdgen verify`` runs every branch of every template.
 
 Together with tiny and tiny2 they have: INT4 experts in whole and half steps of 64 inputs, groups of experts, sigmoid and softmax routing,
-biases (of a model that two ranks can share, too), both RoPE pairings, YaRN, queries with and without a low-rank form, more heads than an
+biases (of a model that two ranks can share with its drafter, too), both RoPE pairings, YaRN, queries with and without a low-rank form, more heads than an
 attention tile, latents wide enough for splits of 128 keys, tied embeddings, an epsilon far from the inner norms', float32 weights,
 dimensions that are odd or 1, and drafters with both masks. A test sees to it that no branch is left out.
 """
@@ -38,7 +38,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "tiny-v2": {
         "model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy", "norm_topk_prob": False,
         "kv_lora_rank": 256, "hidden_size": 128, "num_attention_heads": 6, "v_head_dim": 16, "attention_bias": True, "n_shared_experts": 2,
-        "num_hidden_layers": 2, "intermediate_size": 96, "quantization": _INT4 | {"group_size": 64}, **_GROUPS,
+        "num_hidden_layers": 2, "intermediate_size": 96, "quantization": _INT4 | {"group_size": 64},
+        "draft": _DRAFT | {"hidden_size": 128, "intermediate_size": 64}, **_GROUPS,
     },
     "tiny-odd": {
         "hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 3, "q_lora_rank": 31, "kv_lora_rank": 33, "qk_nope_head_dim": 9,

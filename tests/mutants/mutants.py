@@ -71,6 +71,7 @@ TEMPLATES = [
     *_in(
         "draft_context",
         ("positions behind the committed", " - committed(place) + index", " + index"),
+        ("ranks' parts go to what is there", "residual[(size_t)context_row * HIDDEN + i] = 0.0f;", "(void)residual;"),
         ("nodes taken as rows", "accepted_nodes[place * MAX_PATH + index]", "index"),
         ("runs of tokens lose their last", "step_begin[p + 1] - step_begin[p];", "step_begin[p + 1] - step_begin[p] - 1;"),
     ),

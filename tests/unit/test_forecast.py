@@ -70,10 +70,11 @@ def test_a_step_reads_a_ranks_weights_and_the_cache() -> None:
 
 
 def test_collectives_of_a_step() -> None:
-    """The embedding, two a layer and the choice; each rank sends its row to seven others, a word and its round for each value."""
+    """The embedding, two a layer, the choice and the drafter's features; each rank sends its row to seven others, a word and its
+    round for each value."""
     step = k26().decode
-    assert step.collectives == 1 + 2 * 61 + 1
-    assert step.collective_bytes == 7 * 8 * (7168 * (1 + 2 * 61) + 2)
+    assert step.collectives == 1 + 2 * 61 + 1 + 1
+    assert step.collective_bytes == 7 * 8 * (7168 * (1 + 2 * 61 + 1) + 2)
     assert k26(1).decode.collectives == 0 == k26(1).decode.collective_seconds
 
 

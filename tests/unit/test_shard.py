@@ -32,7 +32,22 @@ def test_ranks_differ_in_weights_and_first_tokens_alone(name: str, ranks: int, c
         assert dataclasses.replace(mine, part=None) == dataclasses.replace(theirs, part=None)
     for program, other in zip(first.programs, last.programs, strict=True):
         pairs = zip(program.launches(), other.launches(), strict=True)
-        assert {mine.kernel for (mine, _), (theirs, _) in pairs if mine != theirs} <= {"embed", "argmax"}
+        assert {mine.kernel for (mine, _), (theirs, _) in pairs if mine != theirs} <= {"embed", "argmax", "draft_fc"}
+
+
+def test_a_drafter_is_shared_where_its_dims_allow_it() -> None:
+    """Of K2.6's on eight ranks each holds an eighth, norms aside; with three key heads two ranks have it whole."""
+    spec = load_spec("k26")
+    whole, part = build_plan(spec), build_plan(spec, shard=Shard(8, 3))
+    total = sum(weight.total_bytes for weight in whole.draft_weights)
+    everywhere = sum(weight.total_bytes for weight in part.draft_weights if weight.part is None)
+    assert everywhere < 1e6
+    assert sum(weight.total_bytes for weight in part.draft_weights) == (total - everywhere) // 8 + everywhere
+    assert part.buffer("draft_cache").bytes == whole.buffer("draft_cache").bytes // 8
+    assert spec.draft is not None
+    odd = spec.with_draft(spec.draft.model_copy(update={"num_attention_heads": 24, "num_key_value_heads": 3}))
+    alone, beside = build_plan(odd), build_plan(odd, shard=Shard(2))
+    assert beside.draft_weights == alone.draft_weights and any("drafter is on each rank" in note for note in beside.notes)
 
 
 def test_one_rank_has_no_collectives_and_no_parts() -> None:
