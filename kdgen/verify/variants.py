@@ -1,9 +1,9 @@
 """Small models with what the tiny specs lack, so that ``kdgen verify`` runs every branch of every template.
 
 Together with tiny and tiny2 they have: INT4 experts in whole and half steps of 64 inputs, groups of experts, sigmoid and softmax routing,
-biases (of a model that two ranks can share with its drafter, too), both RoPE pairings, YaRN, queries with and without a low-rank form, more heads than an
-attention tile, latents wide enough for splits of 128 keys, tied embeddings, an epsilon far from the inner norms', float32 weights,
-dimensions that are odd or 1, and drafters with both masks. A test sees to it that no branch is left out.
+biases and drafters (of a model that two ranks can share, too), both RoPE pairings, YaRN, queries with and without a low-rank form, more
+heads than an attention tile, latents wide enough for splits of 128 keys, tied embeddings, an epsilon far from the inner norms', float32
+weights, dimensions that are odd or 1, and both masks of a drafter. A test sees to it that no branch is left out.
 """
 
 from __future__ import annotations
