@@ -7,9 +7,9 @@
 #include "primitives.cuh"
 
 namespace experts_gate_up {
-constexpr int ROWS = 2816;                // outputs
-constexpr int COLS = 2048;                // inputs
-constexpr int ASSIGNMENTS_PER_X_ROW = 6;  // TOP_K where x has token rows, 1 where assignments
+constexpr int ROWS = 2816, COLS = 2048;      // outputs, inputs
+constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
+constexpr int ASSIGNMENTS_PER_X_ROW = 6;     // TOP_K where x has token rows, 1 where assignments
 constexpr int WARPS = 4;
 constexpr int MAX_TILES = 2;  // of 8 assignments, computed from one reading of the weights
 constexpr int BLOCK = WARPS * 32;
@@ -42,8 +42,7 @@ struct Stream {
     if (unit >= units.count) return;
     const int active = unit / units.row_tiles;
     readings = (units.active_end[active] - units.active_begin[active] + MAX_TILES * 8 - 1) / (MAX_TILES * 8);
-    source = weight +
-             ((size_t)units.active_expert[active] * units.row_tiles + unit % units.row_tiles) * TILE_BYTES;
+    source = weight + ((size_t)units.active_expert[active] * ROW_TILES + unit % units.row_tiles) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_next(const Units& units, unsigned char* ring) {
     const int lane = threadIdx.x % 32;

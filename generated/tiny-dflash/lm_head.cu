@@ -9,7 +9,7 @@
 namespace lm_head {
 constexpr int ROWS = 512;  // outputs
 constexpr int COLS = 256;  // inputs
-constexpr int STEPS = COLS / 16;
+constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 256, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 512, Y_BATCH_STRIDE = 0;
 constexpr int WARPS = 4;        // split the inputs; depends on the shape alone, so a row's bits do too
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     lm_head(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, float* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
-  const size_t first_step = ((size_t)batch * row_tiles + blockIdx.x) * STEPS + warp * WARP_STEPS;
+  const size_t first_step = ((size_t)batch * ROW_TILES + blockIdx.x) * STEPS + warp * WARP_STEPS;
   Stream weights{
       weight + first_step * 32 + lane, &shared->ring[warp][0][0][lane], row_tiles, (int)blockIdx.x, 0, 0};
   allow_next_kernel();

@@ -168,7 +168,7 @@ TEMPLATES = [
         ),
         ("reads the slot that is filled", "return ring + slot * STAGE_BYTES;", "return ring + (slot + SLOTS - 1) % SLOTS * STAGE_BYTES;"),
         ("a tile is read once for any number of tokens", "if (--readings == 0)", "if (true)"),
-        ("streams the first expert's tiles", "(size_t)units.active_expert[active] * units", "(size_t)units.active_expert[0] * units"),
+        ("streams the first expert's tiles", "(size_t)units.active_expert[active]", "(size_t)units.active_expert[0]"),
         ("units of the last expert left out", "*num_active * row_tiles,", "max(*num_active - 1, 1) * row_tiles,"),
         (
             "accumulators of rows 8 to 15 not cleared",
