@@ -15,6 +15,8 @@ The pipeline is the map of the package; each stage turns one frozen value into t
 
 ``build.py`` takes the first stages to ``generated/``; ``model.py`` takes what ``--model`` names to an Engine.
 
+Several ranks share a model: ``plan/shard.py`` says who has what, ``ranks.py`` how they meet, ``launch.py`` starts them.
+
 Beside the pipeline: ``reference/`` is the same model in float64 NumPy and imports none of the above but ``spec``;
 ``weights/`` reads checkpoints and packs them into the plan's layouts; ``drafters/`` propose tokens; ``verify/`` holds
 every kernel and every decode against the reference and the oracles; ``cli/`` is the command line.

@@ -26,8 +26,8 @@ def kdgen(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plan", *arguments], prog_name="kdgen")
 
 
-def k26(ranks: int = 8, **options: int) -> Forecast:
-    return forecast(load_spec("k26"), H200, ranks, **options)
+def k26(ranks: int = 8, context: int = 4096) -> Forecast:
+    return forecast(load_spec("k26"), H200, ranks, context)
 
 
 def test_memory_is_the_plans() -> None:
