@@ -535,6 +535,15 @@ HOST = [
         ),
     ),
     *_in(
+        "kdgen/rounds.py",
+        (
+            "what was decoded ahead stays",
+            "self._running.clear()\n        self.engine.cut(length, root)",
+            "self._running.clear()",
+            "decode",
+        ),
+    ),
+    *_in(
         "kdgen/decode.py",
         (
             "a tree deeper than what is left",
@@ -542,11 +551,16 @@ HOST = [
             "depths = min(block_size - 1, limit - len(tokens))",
             "decode",
         ),
-        ("tokens behind a stop are kept", "Decoded(tuple(tokens[:end])", "Decoded(tuple(tokens)", "decode"),
+        (
+            "tokens behind a stop are kept",
+            "        tokens += new[:end]\n        emit(new[:end])\n    seconds",
+            "        tokens += new\n        emit(new[:end])\n    seconds",
+            "decode",
+        ),
         (
             "the accepted root is given out again",
-            "tokens += [*step.accepted[1:], step.next_token]",
-            "tokens += [*step.accepted, step.next_token]",
+            "new = (*step.accepted[1:], step.next_token)",
+            "new = (*step.accepted, step.next_token)",
             "decode",
         ),
         (
