@@ -48,8 +48,8 @@ class Settings:
     """What ``python -m kdgen.demo.train`` takes."""
 
     out: Path
-    steps: int = 4000
-    draft_steps: int = 3000
+    steps: int = 3000
+    draft_steps: int = 2600
     batch: int = 128
     length: int = 512
     draft_batch: int = 64
