@@ -16,6 +16,7 @@ from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, MAX_NODES, Compute, Kernel, Limits, Plan
+from kdgen.plan.params import PeerGather, PeerSum
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec import Spec
 
@@ -67,7 +68,7 @@ class Step:
     rows: int
     experts: float
     bytes: int
-    collectives: int
+    collectives: int  #: a sum over many rows is two
     collective_bytes: int  #: that one rank sends
     collective_seconds: float
     seconds: float
@@ -228,9 +229,9 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
         part = _part(name)
         launches, total = moved.get(part, (0, 0))
         moved[part] = launches + count, total + count * _bytes(spec, kernels[name], rows, context, hit)
-        if words := _words_sent(kernels[name]):
-            collectives += count
-            sent += _bytes_sent(plan, count * words, rows)
+        exchanges, copied = _exchanges(plan, kernels[name], rows)
+        collectives += count * exchanges
+        sent += count * copied
     bandwidth = gpu.bandwidth * READ_FRACTION
     collective_seconds = collectives * gpu.collective_seconds + sent / gpu.link_bandwidth
     parts = tuple(Part(name, launches, total, total / bandwidth) for name, (launches, total) in moved.items())
@@ -252,14 +253,14 @@ def _bytes(spec: Spec, kernel: Kernel, rows: int, context: int, hit: float) -> i
     return fixed + cost.bytes_per_token * rows
 
 
-def _bytes_sent(plan: Plan, words: int, rows: int) -> int:
-    """Each word goes with its round to each of the other ranks."""
-    return words * 8 * rows * (plan.shard.ranks - 1)
-
-
-def _words_sent(kernel: Kernel) -> int:
-    """Words of a row that a kernel sends to each other rank; 0 where it sends none."""
-    return int(getattr(kernel.params, "width", 0)) if kernel.template in ("peer_sum.cu.j2", "peer_gather.cu.j2") else 0
+def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:
+    """How often a kernel waits for the other ranks, and the bytes that one rank sends in it: 8 a word, for its round goes with it."""
+    ranks, p = plan.shard.ranks, kernel.params
+    if isinstance(p, PeerGather) or (isinstance(p, PeerSum) and rows <= p.direct_rows):
+        return 1, 8 * p.width * rows * (ranks - 1)
+    if isinstance(p, PeerSum):  # parts to the ranks that sum them, sums to all
+        return 2, 2 * 8 * p.width * rows * (ranks - 1) // ranks
+    return 0, 0
 
 
 def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float:
@@ -272,10 +273,9 @@ def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float
     windows = [draft.window(layer) for layer in range(draft.num_hidden_layers)]
     keys = sum(min(context, window - 1 if window else context) + draft.block_size for window in windows)
     cache = keys * 2 * draft.key_width * ITEM_BYTES[plan.compute]
-    words = [_words_sent(plan.kernel(launch.kernel)) for launch, _ in plan.program("draft").launches()]
-    collectives = sum(map(bool, words)) * gpu.collective_seconds
-    sent = _bytes_sent(plan, sum(words), draft.block_size) / gpu.link_bandwidth
-    return (weights + head + cache) / (gpu.bandwidth * READ_FRACTION) + collectives + sent
+    exchanges = [_exchanges(plan, plan.kernel(launch.kernel), draft.block_size) for launch, _ in plan.program("draft").launches()]
+    collectives, sent = sum(count for count, _ in exchanges), sum(copied for _, copied in exchanges)
+    return (weights + head + cache) / (gpu.bandwidth * READ_FRACTION) + collectives * gpu.collective_seconds + sent / gpu.link_bandwidth
 
 
 def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ from kdgen.spec import LORA_NORM_EPS, Spec
 SMEM_LIMIT = 99 * 1024
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 GENERIC_TOKENS = 8
+#: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
+#: as another delay. By the bandwidth and the delay that kdgen.gpus has of NVLink; not measured.
+DIRECT_COPIES = 28
 ROW_EXTENT = Extent(per_tokens=1)
 SEQUENCE_EXTENT = Extent(per_sequence=True)
 
@@ -470,7 +473,7 @@ class Catalogue:
         grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
         summary = "the ranks' partial results added to the residual"
         if self.exchange == "peer":
-            peer = params.PeerSum(name, width, self.ranks, bias, block)
+            peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, block)
             return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
         return Kernel(name, "rank_sum.cu.j2", params.RankSum(name, width, self.ranks, bias, block), block, grid, 0, cost, summary)
 

@@ -289,6 +289,7 @@ class PeerSum:
     name: str
     width: int
     ranks: int
+    direct_rows: int
     bias: bool
     block: int
 

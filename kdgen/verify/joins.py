@@ -106,6 +106,7 @@ class _Inboxes:
     """Every rank's inbox [turn, from rank, rows, width] of words, this rank's filled with what the others send it."""
 
     def __init__(self, bench: Bench, parts: Array, rows: NDArray[np.int64], blocks: int) -> None:
+        """``parts`` [ranks, M, width] is what each rank sends this one."""
         self._bench, self._ranks, count = bench, len(parts), len(rows)
         self.rows = count + _SPARE_ROWS
         stale = bench.rng.integers(-9, 9, (self._ranks, 2, self._ranks, self.rows, parts.shape[2])).astype(np.int32)
@@ -118,13 +119,15 @@ class _Inboxes:
         self.addresses = bench.input(addresses.view(np.int32).reshape(-1, 2))
         self.rounds = bench.input(np.full((self.rows, blocks), _ROUND, np.int32))
 
-    def check(self, mine: Array) -> None:
-        """Every other rank has got ``mine`` [count, width] in its place, nothing else has changed, and the blocks that ran know it."""
-        count = len(mine)
+    def check(self, sent: Array, to: Array | None = None) -> None:
+        """Every other rank has got ``sent`` [count, width] in its place, or those of it whose column ``to`` [ranks, width] says so;
+        nothing else has changed, and the blocks that ran know it."""
+        count = len(sent)
         for rank, array in enumerate(self._arrays):
             expected = self._before[rank].copy()
             if rank != _RANK:
-                expected[self._turn, _RANK, :count] = _words(mine, _ROUND + 1)
+                columns = np.ones(sent.shape[1], bool) if to is None else to[rank]
+                expected[self._turn, _RANK, :count, columns] = _words(sent, _ROUND + 1)[:, columns].swapaxes(0, 1)
             self._bench.findings.equal(f"inbox of rank {rank}", self._bench.read(array), expected)
         rounds = np.full(self.rounds.shape, _ROUND, np.int32)
         rounds[:count] += 1
@@ -136,16 +139,26 @@ def check_peer_sum(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     parts, residual = bench.random("f32", p.ranks, most, p.width), bench.random("f32", most, p.width)
     bias = bench.random("f32", p.width) if p.bias else None
+    totals = np.add.accumulate(parts, axis=0)[-1]  # float32, in rank order
+    summing = np.arange(p.width) // 32 * p.ranks // -(-p.width // 32)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         start = poison("f32", guard(count), p.width)
         start[:count] = residual[rows]
-        y, inboxes = bench.input(start), _Inboxes(bench, parts, rows, bench.kernel.grid[1].times)
+        # beyond a few rows this rank sums some of the columns for all, and is sent the others' sums
+        direct = count <= p.direct_rows
+        mine = np.full(p.width, direct) | (summing == _RANK)
+        to_me = np.where(mine, parts, totals)
+        y, inboxes = bench.input(start), _Inboxes(bench, to_me, rows, bench.kernel.grid[1].times)
         extra = [] if bias is None else [bench.input(bias)]
         part = bench.input(parts[_RANK, rows])
         bench.launch(bench.integer(count), part, inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds, *extra, y, tokens=count)
-        inboxes.check(parts[_RANK, rows])
+        if direct:
+            inboxes.check(parts[_RANK, rows])
+        else:
+            to = np.stack([mine | (summing == rank) for rank in range(p.ranks)])
+            inboxes.check(np.where(mine, totals, parts[_RANK])[rows], to)
         return {"residual": split_guard(bench, "residual", bench.read(y), count)}
 
     terms = [*parts.astype(np.float64), residual, *([] if bias is None else [np.broadcast_to(bias, residual.shape)])]

@@ -307,6 +307,21 @@ TEMPLATES = [
         ("warps' prefixes of one lane too few", "if (lane >= distance) sum", "if (lane > distance) sum"),
     ),
     *_in(
+        "peer_gather",
+        ("a rank's own rows are left out", "target[(size_t)my_rank * rows * WIDTH] = mine;", "(void)mine;"),
+        (
+            "rows as far apart as in the inbox",
+            "target[(size_t)rank * rows * WIDTH] = word",
+            "target[(size_t)rank * inbox_rows * WIDTH] = word",
+        ),
+    ),
+    *_in(
+        "peer_sum",
+        ("the round is not kept", "*my_rounds = (int)round;", "(void)my_rounds;"),
+        ("sums are not sent on", "if (!direct) send_to_others(sum);", "if (direct) send_to_others(0.0f);"),
+        ("parts go to the turn before", "reinterpret_cast<u64*>(inboxes[rank]) + turn", "reinterpret_cast<u64*>(inboxes[rank])"),
+    ),
+    *_in(
         "rank_choice",
         ("ties between ranks to the higher id", "theirs[1] < token", "theirs[1] > token"),
         ("ranks' rows as many as there are tokens", "rank * rows + token_row", "rank * *num_tokens + token_row"),
