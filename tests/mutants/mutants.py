@@ -311,8 +311,8 @@ TEMPLATES = [
         ("a rank's own rows are left out", "target[(size_t)my_rank * rows * WIDTH] = mine;", "(void)mine;"),
         (
             "rows as far apart as in the inbox",
-            "target[(size_t)rank * rows * WIDTH] = word",
-            "target[(size_t)rank * inbox_rows * WIDTH] = word",
+            "target[(size_t)my_rank * rows * WIDTH]",
+            "target[(size_t)my_rank * inbox_rows * WIDTH]",
         ),
     ),
     *_in(
