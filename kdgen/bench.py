@@ -6,10 +6,11 @@ the layers, so that they come from memory and not from a cache; times are median
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kdgen.backends.base import AllGather, Launch, Pointer, Source, Work
+from kdgen.backends.base import AllGather, Argument, Launch, Pointer, Source, Work
 from kdgen.backends.cuda import CudaBackend
 from kdgen.bench_parts import (
     ExpertsTime,
@@ -38,6 +39,8 @@ from kdgen.resources import templates_dir
 NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
 READ_MEGABYTES = 4096
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
+#: Kernels that run one after the other in every layer and are timed as one too, for the second may start while the first still runs.
+TOGETHER = (("mla_attention", "mla_combine"),)
 #: Kernels that change what later steps depend on; they are timed inside steps only.
 STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
 
@@ -201,18 +204,39 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
 def _kernels(
     engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
-    """Each kernel of a step alone, over all the layers that it runs in."""
+    """Each kernel of a step alone, over all the layers that it runs in, and those of TOGETHER."""
+    engine.fill(engine.plan.limits.max_context)  # with the same rows first
+    engine.fill_length(context)
+    kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL]
     times = []
-    for kernel in engine.plan.kernels:
-        mine = [each for each in work if isinstance(each, Launch) and each.kernel == kernel.name]
-        if mine and kernel.name not in STATEFUL:
+    for group in (*((kernel.name,) for kernel in kernels), *TOGETHER):
+        mine = [each for each in work if isinstance(each, Launch) and each.kernel in group]
+        in_step = len(mine) // len(group)
+        if "mla_attention" in group:
+            mine = _over_whole_cache(engine, mine, context + rows)
+        if mine:
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
-            once = median(backend, many) / len(many)
+            count = len(many) // len(group)
+            once = median(backend, many) / count
             # the kernels before it ran again on what the last layer left: the routing is theirs
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
-            floor = _kernel_bytes(engine, kernel, rows, context, active) / bandwidth
-            times.append(KernelTime(kernel.name, rows, len(mine), once * 1e6, floor * 1e6))
+            least = sum(_kernel_bytes(engine, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
+            times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
     return tuple(times)
+
+
+def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
+    """The launches again for every stretch of ``rows`` cache rows that there is room for: a short one alone would stay in the L2 cache."""
+    cache = engine.plan.buffer("kv_cache")
+    row_bytes = cache.bytes // math.prod(cache.shape[:-1])
+
+    def moved(argument: Argument, by: int) -> Argument:
+        if isinstance(argument, Pointer) and argument.array.shape == cache.shape:
+            return replace(argument, offset=argument.offset + by * rows * row_bytes)
+        return argument
+
+    stretches = range(cache.shape[-2] // rows)
+    return [replace(each, args=tuple(moved(argument, by) for argument in each.args)) for by in stretches for each in launches]
 
 
 def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> int:

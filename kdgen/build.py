@@ -24,14 +24,15 @@ from kdgen.cache import Cache
 from kdgen.compile import Cubin, compile_all, nvrtc_version, require_arch
 from kdgen.errors import CompileError, KdgenError
 from kdgen.format import clang_format_version
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Plan
+from kdgen.plan.build import build_plan, own_kernels
+from kdgen.plan.ir import Compute, Family, Plan
 from kdgen.render import MARK, render
 from kdgen.resources import specs_dir, templates_dir
 from kdgen.spec import load_spec
+from kdgen.target import target_for
 
 #: Raise it when the manifest's structure changes.
-MANIFEST_SCHEMA = "kdgen.manifest/1"
+MANIFEST_SCHEMA = "kdgen.manifest/2"
 MANIFEST = "manifest.json"
 DEFAULT_ARCHS = ("sm_90a", "sm_120a")
 #: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
@@ -109,11 +110,14 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class Generated:
-    """The texts of one plan, by file name, and as sources for a compiler."""
+    """The texts of one plan, by file name, and as sources for a compiler: those of every target family's plan, in its order."""
 
     plan: Plan
     texts: Mapping[str, str]
-    sources: tuple[Source, ...]
+    sources: Mapping[Family, tuple[Source, ...]]
+
+    def sources_for(self, arch: str) -> tuple[Source, ...]:
+        return self.sources.get(target_for(arch).family, self.sources["generic"])
 
 
 # ---- what is built --------------------------------------------------------------------------------------------------
@@ -139,13 +143,18 @@ def plans_for(specs: Sequence[str], compute: Compute | None = None) -> list[Plan
 
 
 def generate(plan: Plan) -> Generated:
-    """Render ``plan``. Raises KdgenError naming template and kernel when a template does not fit its parameters."""
-    rendered = render(plan)
-    return Generated(
-        plan,
-        {f"{r.kernel.name}.cu": r.text for r in rendered},
-        tuple(each.source for each in rendered),
-    )
+    """Render ``plan`` and the special plans in it: a kernel that one of those has of its own is called ``<name>_<family>.cu``.
+
+    Raises KdgenError naming template and kernel when a template does not fit its parameters.
+    """
+    rendered = {each.kernel.name: each for each in render(plan)}
+    texts = {f"{name}.cu": each.text for name, each in rendered.items()}
+    sources: dict[Family, tuple[Source, ...]] = {"generic": tuple(each.source for each in rendered.values())}
+    for special in plan.special:
+        own = {each.kernel.name: each for each in render(own_kernels(special, plan))}
+        texts |= {f"{name}_{special.family}.cu": each.text for name, each in own.items()}
+        sources[special.family] = tuple((own.get(kernel.name) or rendered[kernel.name]).source for kernel in special.kernels)
+    return Generated(plan, texts, sources)
 
 
 def build(
@@ -244,7 +253,7 @@ def check(
 def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | None, clang_format: str) -> str:
     """``manifest.json``: a plan as plain data, what its texts were made from, and what the compiler said of them."""
     folder = templates_dir()
-    names = sorted({kernel.template for kernel in generated.plan.kernels})
+    names = sorted({kernel.template for plan in (generated.plan, *generated.plan.special) for kernel in plan.kernels})
     templates = {f"kernels/{name}": _sha256((folder / "kernels" / name).read_bytes()) for name in names}
     headers = {f"lib/gpu/{path.name}": _sha256(path.read_bytes()) for path in sorted((folder / "lib" / "gpu").iterdir()) if path.is_file()}
     manifest = {
@@ -253,9 +262,21 @@ def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | No
         "templates": templates | headers,
         "files": {name: _sha256(text.encode()) for name, text in sorted(generated.texts.items())},
         "resources": kernel_resources,
-        "plan": dataclasses.asdict(generated.plan),
+        "plan": dataclasses.asdict(dataclasses.replace(generated.plan, special=())) | {"special": differences(generated.plan)},
     }
     return _pretty(manifest) + "\n"
+
+
+def differences(plan: Plan) -> dict[str, Any]:
+    """What the special plans of ``plan`` have otherwise, by family: the kernels, buffers and notes that are their own."""
+    found: dict[str, Any] = {}
+    for special in plan.special:
+        names = ("kernels", "buffers", "notes")
+        own = {name: [each for each in getattr(special, name) if each not in getattr(plan, name)] for name in names}
+        found[special.family] = {
+            name: [each if isinstance(each, str) else dataclasses.asdict(each) for each in own[name]] for name in names
+        }
+    return found
 
 
 def resources(cubins: Sequence[Cubin]) -> dict[str, Any]:
@@ -307,7 +328,8 @@ def _compile(
     plan = generated.plan
     done = None if on_done is None else lambda cubin: on_done(plan, cubin)
     try:
-        return compile_all(generated.sources, archs, templates_dir() / "lib" / "gpu", jobs=jobs, cache=cache, on_done=done)
+        work = [(source, arch) for arch in archs for source in generated.sources_for(arch)]
+        return compile_all(work, templates_dir() / "lib" / "gpu", jobs=jobs, cache=cache, on_done=done)
     except CompileError as error:
         raise CompileError(f"{plan.spec_name} ({plan.compute}), generated in {folder}: {error}") from error
 
@@ -318,7 +340,7 @@ def _folder_report(
     plan = generated.plan
     kernels, warnings = [], []
     for cubin in cubins:
-        kernel = plan.kernel(cubin.name)
+        kernel = plan.on(target_for(cubin.arch).family).kernel(cubin.name)
         kernels.append(
             KernelReport(
                 kernel.name, kernel.template, cubin.arch, cubin.registers, cubin.static_smem, cubin.dynamic_smem, cubin.stack,

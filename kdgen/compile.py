@@ -85,29 +85,34 @@ def compile_cubin(source: Source, arch: str, include: Path, cache: Cache | None 
     return _compile(source, target, include, _headers_digest(include), cache)
 
 
+def everywhere(sources: Sequence[Source], archs: Sequence[str]) -> list[tuple[Source, str]]:
+    """Every source for every arch, arch by arch, as ``compile_all`` takes it."""
+    return [(source, arch) for arch in archs for source in sources]
+
+
 def compile_all(
-    sources: Sequence[Source],
-    archs: Sequence[str],
+    work: Sequence[tuple[Source, str]],
     include: Path,
     *,
     jobs: int | None = None,
     cache: Cache | None = None,
     on_done: Callable[[Cubin], None] | None = None,
 ) -> list[Cubin]:
-    """Every source for every arch, arch by arch in the order given; ``on_done`` is called in this thread as each one is ready.
+    """Every source for the arch it stands with, in the order given; ``on_done`` is called in this thread as each one is ready.
 
     Raises what compile_cubin raises; when several kernels fail, one CompileError tells of them all.
     """
-    chosen = [require_arch(arch) for arch in archs]
+    targets_by_arch = {arch: require_arch(arch) for _, arch in work}
     headers = _headers_digest(include)
-    work = [(source, target) for target in chosen for source in sources]
     # Threads, because NVRTC lets go of the GIL: 24 bf16 matrix kernels on 2 cores took 4.4 s in one thread, 3.0 s in two threads
     # and 2.9 s in two processes, and processes would each import cuda.core.
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     failures: dict[int, CompileError] = {}
     done: dict[int, Cubin] = {}
     try:
-        futures = {pool.submit(_compile, source, target, include, headers, cache): i for i, (source, target) in enumerate(work)}
+        futures = {
+            pool.submit(_compile, source, targets_by_arch[arch], include, headers, cache): i for i, (source, arch) in enumerate(work)
+        }
         for future in as_completed(futures):
             i = futures[future]
             try:

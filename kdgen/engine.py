@@ -79,7 +79,8 @@ def _packed(weights: Tensors | PackedWeights) -> PackedWeights:
 
 
 class Engine:
-    """One model, or a rank's part of it, on one backend, holding up to ``limits.max_sequences`` sequences with a cache slab each.
+    """One model, or a rank's part of it, on one backend and by the plan for its targets, holding up to ``limits.max_sequences`` sequences
+    with a cache slab each.
 
     Engines of several ranks are called alike, each in its own process, and give the same tokens; their backends have joined before.
     A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
@@ -98,7 +99,7 @@ class Engine:
         draft_weights: Tensors | PackedWeights | None = None,
     ) -> None:
         self.spec, self.backend = spec, backend
-        self._plan = plan
+        self._plan = plan = plan.on(backend.family)
         self._need_memory()
         backend.load([rendered.source for rendered in render(plan)])
         self._weights = self._load_weights(_packed(weights), _packed(weights if draft_weights is None else draft_weights), progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kdgen.errors import KdgenError
+from kdgen.plan.ir import Family
 
 _KIB = 1024
 
@@ -17,6 +18,11 @@ class Target:
     gpus: str  #: examples, for messages and reports
     smem_per_block: int  #: most shared memory a block may use, static and dynamic together
     has_wgmma: bool = False
+
+    @property
+    def family(self) -> Family:
+        """Whose plan its kernels come from, where there is a choice."""
+        return "sm_90a" if self.has_wgmma else "generic"
 
     @property
     def smem_static_max(self) -> int:

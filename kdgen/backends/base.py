@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.errors import BackendError
-from kdgen.plan.ir import DType
+from kdgen.plan.ir import DType, Family
 from kdgen.plan.shard import Exchange
 from kdgen.ranks import Group
 
@@ -109,6 +109,7 @@ class Backend(ABC):
     name: str
     description: str  #: the device in words, for reports
     group: Group | None = None  #: the ranks that this backend has joined
+    family: Family = "generic"  #: whose plan an engine takes here
     #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
     rounds_ahead: int = 0
     #: Multiprocessors, which grids may be sized by; where there are none, few, so that a block gets several tiles.

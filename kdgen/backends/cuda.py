@@ -25,13 +25,13 @@ from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launc
 from kdgen.backends.nccl import Nccl
 from kdgen.backends.peers import shared_zeros
 from kdgen.cache import Cache
-from kdgen.compile import Cubin, compile_all
+from kdgen.compile import Cubin, compile_all, everywhere
 from kdgen.errors import BackendError
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
 from kdgen.ranks import Group
 from kdgen.resources import templates_dir
-from kdgen.target import arch_of_device
+from kdgen.target import arch_of_device, target_for
 
 if TYPE_CHECKING:
     from cuda.core import Kernel, Stream
@@ -131,6 +131,7 @@ class CudaBackend(Backend):
         self.gpu = gpu
         self.arch = gpu.arch
         self.processors = gpu.multiprocessors
+        self.family = target_for(gpu.arch).family
         self.description = f"{gpu.name} ({gpu.arch}, {gpu.multiprocessors} SMs, {gpu.memory_bytes / 2**30:.0f} GiB)"
         self.cubins: dict[str, Cubin] = {}
         self._cache = cache or Cache.default()
@@ -198,7 +199,7 @@ class CudaBackend(Backend):
     def load(self, sources: Sequence[Source]) -> None:
         from cuda.core import ObjectCode
 
-        cubins = compile_all(sources, [self.arch], templates_dir() / "lib" / "gpu", cache=self._cache)
+        cubins = compile_all(everywhere(sources, [self.arch]), templates_dir() / "lib" / "gpu", cache=self._cache)
         for cubin in cubins:
             with self._reporting(f"loading kernel {cubin.name}"):
                 kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.name)

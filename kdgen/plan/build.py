@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kdgen.errors import KdgenError
 from kdgen.plan import draft
-from kdgen.plan.ir import Compute, Limits, Plan
-from kdgen.plan.kernels import Catalogue, mma_obstacles, mode_of
+from kdgen.plan.ir import Compute, Family, Limits, Plan
+from kdgen.plan.kernels import Catalogue, has_wgmma_shapes, mma_obstacles, mode_of
 from kdgen.plan.programs import buffers, gathers, programs
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
 from kdgen.plan.weights import weights
@@ -35,7 +37,19 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
     obstacles = mma_obstacles(part)
     if compute == "bf16" and obstacles:
         raise KdgenError(f"{spec.name}: bf16 compute needs tensor-core shapes, but {'; '.join(obstacles)}. Use --dtype f32.")
-    mode = mode_of(spec, compute)
+    generic = _plan(spec, compute, default, limits, shard, "generic")
+    if compute == "bf16" and has_wgmma_shapes(part):
+        return replace(generic, special=(_plan(spec, compute, default, limits, shard, "sm_90a"),))
+    return generic
+
+
+def own_kernels(special: Plan, plan: Plan) -> Plan:
+    """``special`` with those of its kernels that ``plan`` does not have."""
+    return replace(special, kernels=tuple(kernel for kernel in special.kernels if kernel not in plan.kernels))
+
+
+def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard: Shard, family: Family) -> Plan:
+    mode, obstacles = replace(mode_of(spec, compute), wgmma=family == "sm_90a"), mma_obstacles(part_of(spec, shard.ranks))
     notes = [f"{compute} path: {'tensor cores (mma.sync m16n8k16)' if compute == 'bf16' else 'generic float32, any dims'}"]
     if obstacles:
         notes.append("no tensor-core path: " + "; ".join(obstacles))
@@ -48,7 +62,10 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
             notes.append(
                 "the ranks share the drafter, too" if shared else "the drafter is on each rank, whole: its dims are not to be shared"
             )
-    notes.append("one plan for every target: no block uses more than 99 KiB of shared memory")
+    if family == "sm_90a":
+        notes.append("sm_90a only: attention over the cache runs on wgmma, with splits of its own and a block an SM")
+    else:
+        notes.append("for every target: no block uses more than 99 KiB of shared memory")
     if spec.draft is not None:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
     return Plan(
@@ -65,4 +82,5 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
         notes=tuple(notes),
         shard=shard,
         gathers=gathers(spec, shard),
+        family=family,
     )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kdgen.draft_spec import MAX_BLOCK
 from kdgen.plan.shard import WHOLE, Shard
 
+#: Targets that share a plan: ``sm_90a``, where a model's shapes let it use what only sm_90a has, and ``generic``, every target.
+Family = Literal["generic", "sm_90a"]
 DType = Literal["f32", "bf16", "i32", "f64", "u8"]
 Compute = Literal["f32", "bf16"]  #: the type of activations and cache rows; sums are float32 in both
 ITEM_BYTES: dict[DType, int] = {"f32": 4, "bf16": 2, "i32": 4, "f64": 8, "u8": 1}
@@ -242,6 +244,7 @@ class Plan:
 
     Plans of several ranks have the same kernels and programs, and differ in their weights and in which tokens are theirs.
     ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
+    ``special`` are whole plans for families of targets that do some of it in another way, with the same weights and state.
     """
 
     spec_name: str
@@ -257,6 +260,12 @@ class Plan:
     notes: tuple[str, ...]
     shard: Shard = WHOLE
     gathers: tuple[Gather, ...] = ()
+    family: Family = "generic"
+    special: tuple[Plan, ...] = ()
+
+    def on(self, family: Family) -> Plan:
+        """The one plan for targets of ``family``: a special one, or this without any."""
+        return next((plan for plan in self.special if plan.family == family), replace(self, special=()))
 
     @property
     def is_default(self) -> bool:

@@ -6,6 +6,7 @@ layer's shape, never of how many token rows a launch has.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +14,7 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
 from kdgen.plan.shard import Exchange, part_of, shares_draft
+from kdgen.plan.splits import Splits
 from kdgen.spec import LORA_NORM_EPS, Spec
 
 #: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
@@ -28,13 +30,14 @@ SEQUENCE_EXTENT = Extent(per_sequence=True)
 
 @dataclass(frozen=True)
 class Mode:
-    """The compute dtype and what follows from it."""
+    """The compute dtype and what follows from it, and whether attention uses wgmma."""
 
     compute: Compute
     act: params.CType
     act_bytes: int
     weight: params.CType
     weight_bytes: int
+    wgmma: bool = False
 
 
 def mode_of(spec: Spec | DraftSpec, compute: Compute) -> Mode:
@@ -74,9 +77,35 @@ def attention_smem(spec: Spec) -> int:
     return (16 + 2 * 32) * shared_row + 16 * (32 + 8) * 2 + 16 * (32 + 1) * 4 + 16 * 4
 
 
-def split_keys(spec: Spec, compute: Compute) -> int:
-    """Keys of a split. Small models split early so that their tests cross split bounds."""
-    return 64 if compute == "f32" or spec.kv_lora_rank < 256 else 128
+WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
+WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
+#: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
+#: rows and splits.
+WGMMA_BLOCKS = {128: 4, 512: 132}
+
+
+def has_wgmma_shapes(spec: Spec) -> bool:
+    """Whether mla_attention_wgmma can serve this spec, which tensor cores can: whole tiles of heads, and a rotary part as wide as one."""
+    whole = spec.num_attention_heads % WGMMA_TILE == 0 and spec.qk_rope_head_dim == WGMMA_TILE
+    return whole and spec.kv_lora_rank in WGMMA_LATENTS and not mma_obstacles(spec)
+
+
+def wgmma_smem(spec: Spec) -> int:
+    """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 13 barriers."""
+    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 2 * WGMMA_TILE * 4 + 13 * 8
+
+
+def attention_splits(spec: Spec, mode: Mode) -> Splits:
+    """Small models split early so that their tests cross split bounds.
+
+    With wgmma, where a split costs a whole block's start and its partial values' way through memory, splits grow with the position:
+    one token at a short context is spread over many blocks, and a tree at a long one has few partial values. Measured on an H200
+    (prototypes/mla), splits of 256 keys are best at 4,096 keys for 8 rows and those of 2,048 at 32,768; one row wants shorter ones.
+    """
+    if mode.wgmma:
+        large = spec.kv_lora_rank >= 256
+        return Splits.growing((0, 256), (8192, 512), (16384, 1024), (65536, 2048)) if large else Splits.growing((0, 64), (128, 128))
+    return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
 
 
 def block_for(width: int, most: int = 256) -> int:
@@ -171,7 +200,7 @@ class Catalogue:
         self.whole, self.spec, self.ranks, self.exchange = whole, spec, ranks, exchange
         self.mode = mode
         self.fast = mode.compute == "bf16"
-        self.split = split_keys(spec, mode.compute)
+        self.splits = attention_splits(spec, mode)
 
     def all(self) -> tuple[Kernel, ...]:
         """Every kernel, in the order in which a step runs them."""
@@ -318,17 +347,26 @@ class Catalogue:
         # per key; the plan's costs are for one key, reports multiply by the context
         cost = Cost(0, row * self.mode.act_bytes, 2 * heads * (row + latent))
         summary = "absorbed MLA over the cache and the draft tree; bytes and operations per key"
-        splits = Extent(per_context=self.split)
+        split = self.splits.shortest
+        splits = Extent(per_context=split)
+        if self.mode.wgmma:
+            smem, head_tiles = wgmma_smem(s), heads // WGMMA_TILE
+            p = params.MlaAttentionWgmma(
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits,
+                scale_log2=s.softmax_scale * math.log2(math.e), smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
+            )  # fmt: skip
+            blocks = Extent(per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
+            return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, (blocks, Extent(head_tiles), ONE), smem, cost, summary)
         if not self.fast:
             generic = params.MlaAttentionF32(
-                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, tile=32,
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, tile=32,
                 scale=s.softmax_scale, block=block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
             return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary)
         smem = attention_smem(s)
         mma = params.MlaAttentionMma(
-            name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=self.split, blocks_per_sm=2,
+            name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, blocks_per_sm=2,
             scale=s.softmax_scale, smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
         )  # fmt: skip
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
@@ -338,12 +376,15 @@ class Catalogue:
         s = self.spec
         vector = 4 if s.kv_lora_rank % 4 == 0 else 1
         block = block_for(s.kv_lora_rank // vector, 128)
-        p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.split, vector, self.mode.act, block)
         width = s.num_attention_heads * s.kv_lora_rank
+        grid, summary = (ROW_EXTENT, Extent(s.num_attention_heads), ONE), "joins the splits"
+        if self.mode.wgmma:
+            fragments = params.MlaCombineWgmma("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits)
+            cost = Cost(0, width * (2 + self.mode.act_bytes), 2 * width)
+            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, s.kv_lora_rank // 2, grid, 0, cost, summary)
+        p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits.shortest, vector, self.mode.act, block)
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
-        return Kernel(
-            "mla_combine", "mla_combine.cu.j2", p, block, (ROW_EXTENT, Extent(s.num_attention_heads), ONE), 0, cost, "joins the splits"
-        )
+        return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary)
 
     # ---- mixture of experts -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kdgen.plan.splits import Splits
+
 CType = Literal["float", "bf16"]
 
 
@@ -103,6 +105,10 @@ class MlaAttentionF32:
     block: int
     blocks_per_sm: int
 
+    @property
+    def splits(self) -> Splits:
+        return Splits.growing((0, self.split))
+
 
 @dataclass(frozen=True)
 class MlaAttentionMma:
@@ -116,6 +122,22 @@ class MlaAttentionMma:
     scale: float
     smem_comment: str
 
+    @property
+    def splits(self) -> Splits:
+        return Splits.growing((0, self.split))
+
+
+@dataclass(frozen=True)
+class MlaAttentionWgmma:
+    name: str
+    heads: int
+    kv_lora: int
+    row: int
+    max_path: int
+    splits: Splits
+    scale_log2: float
+    smem_comment: str
+
 
 @dataclass(frozen=True)
 class MlaCombine:
@@ -126,6 +148,18 @@ class MlaCombine:
     vector: int
     act: CType
     block: int
+
+    @property
+    def splits(self) -> Splits:
+        return Splits.growing((0, self.split))
+
+
+@dataclass(frozen=True)
+class MlaCombineWgmma:
+    name: str
+    heads: int
+    kv_lora: int
+    splits: Splits
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ sampling, which are named ``<program>_sampled``.
 from __future__ import annotations
 
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
-from kdgen.plan.kernels import Mode, column_blocks, split_keys
+from kdgen.plan.kernels import Mode, attention_splits, column_blocks
 from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
@@ -19,6 +19,7 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
     rows, heads, sequences = limits.max_rows, spec.num_attention_heads, limits.max_sequences
     act: DType = "bf16" if mode.compute == "bf16" else "f32"
     splits = max_splits(spec, mode, limits)
+    sums = (heads, splits) if mode.wgmma else (splits, heads)
     half = spec.qk_rope_head_dim // 2
 
     def state(name: str, dtype: DType, *shape: int) -> Buffer:
@@ -66,9 +67,9 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         work("kv_a", "f32", rows, (spec.q_lora_rank or 0) + spec.cache_row_dim),
         work("q", act, rows, heads, spec.qk_head_dim),
         work("query", act, rows, heads, spec.cache_row_dim),
-        work("split_values", "f32", rows, splits, heads, spec.kv_lora_rank),
-        work("split_max", "f32", rows, splits, heads),
-        work("split_sum", "f32", rows, splits, heads),
+        work("split_values", "bf16" if mode.wgmma else "f32", rows, splits, heads, spec.kv_lora_rank),
+        work("split_max", "f32", rows, *sums),
+        work("split_sum", "f32", rows, *sums),
         work("latent", act, rows, heads, spec.kv_lora_rank),
         work("attention", act, rows, heads, spec.v_head_dim),
     ]
@@ -126,7 +127,7 @@ def gathers(whole: Spec, shard: Shard) -> tuple[Gather, ...]:
 
 
 def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
-    return -(-limits.capacity // split_keys(spec, mode.compute))
+    return attention_splits(spec, mode).count(limits.capacity)
 
 
 def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Program, ...]:

@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.plan.ir import MAX_NODES, MAX_PATH
+from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.weights.pack import numpy_dtype
 
 Array = NDArray[Any]
 
@@ -19,6 +21,7 @@ CHECKS: Registry = {}
 #: Keys that a row sees: one, around the tiles of 32 keys and the splits of 64 and 128, and beyond them.
 CONTEXTS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, 200)
 FEW_CONTEXTS = (1, 33, 130)
+LONG_CONTEXTS = (255, 256, 257, 320)  #: the same, where splits are longer and a block's stages are filled again and again
 
 
 @for_template(CHECKS, ["rope_cache.cu.j2"])
@@ -96,16 +99,18 @@ class Rows:
         )  # fmt: skip
 
 
-@for_template(CHECKS, ["mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2"])
+@for_template(CHECKS, ["mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2", "mla_attention_wgmma.cu.j2"])
 def check_attention(bench: Bench) -> None:
     """Against float64, and bit for bit the same keys as a plain sequence, through tree paths, in other slabs and companies."""
     p = bench.p
-    contexts = CONTEXTS if len(bench.tokens) > 2 else FEW_CONTEXTS
+    contexts: tuple[int, ...] = CONTEXTS if len(bench.tokens) > 2 else FEW_CONTEXTS
+    if bench.kernel.template == "mla_attention_wgmma.cu.j2":
+        contexts += LONG_CONTEXTS if len(bench.tokens) > 2 else LONG_CONTEXTS[-1:]
     most = len(contexts)
     heads = bench.few(p.heads, max(2, _heads_a_block(bench)))
     keys = bench.random(bench.act, most, max(contexts), p.row)  # each row has its own sequence's
     positions = np.array(contexts, np.int32) - 1
-    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * p.scale) ** -1)  # scores of order one
+    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)  # scores of order one
     chain = _chain(query, positions, keys)
     values, maxima, sums = _attend(bench, chain, heads)
     _compare_attention(bench, (values, maxima, sums), chain, heads)
@@ -125,8 +130,13 @@ def check_attention(bench: Bench) -> None:
             bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
 
 
+def softmax_scale(p: Any) -> tuple[float, float]:
+    """The factor of scores, and what a step of 1 in the kernel's maxima stands for: where exponentials are powers of 2, log 2."""
+    return (p.scale_log2 * float(np.log(2)), float(np.log(2))) if hasattr(p, "scale_log2") else (p.scale, 1.0)
+
+
 def _heads_a_block(bench: Bench) -> int:
-    return 16 if bench.kernel.template == "mla_attention_mma.cu.j2" else 1
+    return {"mla_attention_mma.cu.j2": 16, "mla_attention_wgmma.cu.j2": WGMMA_TILE}.get(bench.kernel.template, 1)
 
 
 def _chain(query: Array, positions: NDArray[np.int32], keys: Array) -> Rows:
@@ -157,9 +167,11 @@ def _tree(bench: Bench, chain: Rows, slabs: NDArray[np.int64]) -> Rows:
 def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     """The kernel's (values [M, S, heads, latent], max [M, S, heads], sum): poison, seen to be whole, where a row has no such split."""
     p, count, longest = bench.p, len(rows.positions), int(rows.positions.max()) + 1
-    splits = -(-longest // p.split) + 1  # one more than needed, which must stay untouched
-    shape = (guard(count), splits, p.heads)
-    outputs = [bench.poisoned("f32", *shape, p.kv_lora), bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
+    splits = p.splits.count(longest) + 1  # one more than needed, which must stay untouched
+    wgmma = bench.kernel.template == "mla_attention_wgmma.cu.j2"
+    shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
+    values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
+    outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
     meta = [bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes, rows.paths)]
     bench.launch(
         bench.integer(count), *meta, bench.input(rows.query), bench.input(rows.cache), *outputs, rows.cache.shape[1], splits,
@@ -167,70 +179,104 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     )  # fmt: skip
     live = np.zeros((guard(count), splits), bool)
     for i, position in enumerate(rows.positions):
-        live[i, : position // p.split + 1] = True
+        live[i, : p.splits.of(position) + 1] = True
     results = []
     for name, array in zip(("split_values", "split_max", "split_sum"), outputs, strict=True):
         got = bench.read(array)
+        if wgmma:
+            got = from_fragments(got) if array is values else got.transpose(0, 2, 1)
         bench.findings.untouched(f"{name} of splits that a row does not have", got[~live])
         bench.findings.untouched(f"{name} of other heads", got[:, :, heads:])
-        # the number of splits follows from the longest row; cut to what every launch has
-        full = poison("f32", count, -(-max(CONTEXTS) // p.split) + 1, *got.shape[2:])
+        # the number of splits follows from the longest row; what every launch may have
+        full = poison(array.dtype, count, p.splits.count(max(CONTEXTS + LONG_CONTEXTS)) + 1, *got.shape[2:])
         full[:, :splits] = got[:count]
         results.append(full[:, :, :heads])
     bench.release()
     return results[0], results[1], results[2]
 
 
+def from_fragments(values: Array) -> Array:
+    """[…, heads, latent] as mla_attention_wgmma stores it, in the usual order: both axes are cut up and mixed within a tile of heads.
+
+    By half of the columns, 32 columns of it, and 8 rows of a warp's 16; then warp, row, and of every 8 columns a pair: 4 of those.
+    """
+    *outer, heads, latent = values.shape
+    fragments = values.reshape(*outer, heads // WGMMA_TILE, 2, latent // 64, 2, 4, 8, 4, 4, 2)
+    tile, half, group, rows8, warp, row, pair, eight, column = range(len(outer), len(outer) + 9)
+    order = (*range(len(outer)), tile, warp, rows8, row, half, group, eight, pair, column)
+    return fragments.transpose(order).reshape(values.shape)
+
+
+def to_fragments(values: Array) -> Array:
+    """The inverse of ``from_fragments``."""
+    places = from_fragments(np.arange(values.shape[-2] * values.shape[-1]).reshape(values.shape[-2:])).reshape(-1)
+    flat = np.empty_like(values.reshape(*values.shape[:-2], -1))
+    flat[..., places] = values.reshape(flat.shape)
+    return flat.reshape(values.shape)
+
+
 def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
     """Each split of each row against float64, relative to the kernel's own maximum, which any value near the true one may be."""
     p = bench.p
     values, maxima, sums = got
+    scale, unit = softmax_scale(p)
     for i, position in enumerate(rows.positions):
         keys = rows.cache[i, : position + 1].astype(np.float64)
         query = rows.query[i, :heads].astype(np.float64)
-        scores = query @ keys.T * p.scale
-        score_error = tolerances.dot(tolerances.terms_norm(query, keys), p.row) * p.scale + 2 * tolerances.EPS32 * np.abs(scores)
-        for split in range(position // p.split + 1):
-            at = slice(split * p.split, min((split + 1) * p.split, position + 1))
+        scores = query @ keys.T * scale
+        score_error = tolerances.dot(tolerances.terms_norm(query, keys), p.row) * scale + 2 * tolerances.EPS32 * np.abs(scores)
+        for split in range(p.splits.of(int(position)) + 1):
+            at = slice(p.splits.begin(split), min(p.splits.begin(split + 1), int(position) + 1))
             s, error, latent = scores[:, at], score_error[:, at], keys[at, : p.kv_lora]
             where = f"row {i} (position {position}) split {split}"
-            bench.findings.close(f"split_max of {where}", maxima[i, split], s.max(axis=1), error.max(axis=1))
-            top = maxima[i, split].astype(np.float64)[:, None]
+            largest = maxima[i, split].astype(np.float64) * unit
+            bench.findings.close(f"split_max of {where}", largest, s.max(axis=1), error.max(axis=1))
+            top = largest[:, None]
             e = np.exp(s - top)
             relative = tolerances.probabilities(error, top - s, s.shape[1])
             bench.findings.close(f"split_sum of {where}", sums[i, split], e.sum(axis=1), (e * relative).sum(axis=1))
             off = (e * relative) @ np.abs(latent) + tolerances.dot(tolerances.terms_norm(e, latent.T), s.shape[1])
             if bench.act == "bf16":
                 off = off + tolerances.bf16_average(tolerances.terms_norm(e, latent.T), e @ np.abs(latent))
-            bench.findings.close(f"split_values of {where}", values[i, split], e @ latent, off)
+            expected = e @ latent
+            stored = tolerances.stored(expected, "bf16" if values.dtype != np.float32 else "float")
+            bench.findings.close(f"split_values of {where}", values[i, split], expected, off + stored)
 
 
-@for_template(CHECKS, ["mla_combine.cu.j2"])
+@for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2"])
 def check_combine(bench: Bench) -> None:
-    """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max)."""
+    """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""
     p, most = bench.p, max(bench.tokens)
     heads = bench.few(p.heads)
-    splits = 4
-    positions = bench.rng.integers(0, (splits - 1) * p.split, most).astype(np.int32)
-    edges = [0, p.split - 1, p.split, 2 * p.split - 1, 2 * p.split]
+    wgmma = bench.kernel.template == "mla_combine_wgmma.cu.j2"
+    splits = 36 if wgmma else 4  # more than it makes weights for at a time
+    positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
+    edges = [0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0)), p.splits.begin(splits - 1)]
     positions[: len(edges)] = edges[:most]
-    live = np.arange(splits) <= positions[:, None] // p.split
+    live = np.arange(splits) <= np.array([p.splits.of(int(position)) for position in positions])[:, None]
     maxima = bench.random("f32", most, splits, p.heads, scale=8.0)
     sums = (1 + np.abs(bench.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
     values = bench.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
+    if wgmma:
+        values = values.astype(numpy_dtype("bf16"))
     for array in (maxima, sums, values):
         array[~live] = np.nan
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
-        partial = [bench.input(array[rows]) for array in (values, maxima, sums)]
-        bench.launch(bench.integer(count), bench.input(positions[rows]), *partial, output, splits, tokens=count, grid={1: heads})
+        partial = [values[rows], maxima[rows], sums[rows]]
+        if wgmma:
+            partial = [to_fragments(values[rows]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
+        inputs = [bench.input(array) for array in (positions[rows], *partial)]
+        bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid={1: heads})
         got = split_guard(bench, "output", bench.read(output), count)
         bench.findings.untouched("output of other heads", got[:, heads:])
         return {"output": got[:, :heads]}
 
     m = np.where(live[..., None], maxima, -np.inf)[:, :, :heads].astype(np.float64)
+    if wgmma:
+        m = m * np.log(2)
     scale = np.exp(m - m.max(axis=1, keepdims=True))
     parts = scale[..., None] * np.where(live[..., None, None], values, 0)[:, :, :heads]
     total = (scale * np.where(live[..., None], sums, 0)[:, :, :heads]).sum(axis=1)[..., None]
@@ -238,4 +284,4 @@ def check_combine(bench: Bench) -> None:
     spread = np.where(np.isfinite(m), m.max(axis=1, keepdims=True) - m, 0)[..., None]
     relative = tolerances.probabilities(np.zeros(1), spread, splits)
     error = (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
-    check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, p.act))})
+    check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})

@@ -23,7 +23,7 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
@@ -77,15 +77,17 @@ def make_drafter(draw: RequestDraw, truth: Sequence[int], spec: Spec) -> Drafter
     return NgramDrafter()
 
 
-def check_exactness(backend: Backend, spec: Spec, compute: Compute, situation: Situation, bf16_too: bool = False) -> Exactness:
+def check_exactness(
+    backend: Backend, spec: Spec, compute: Compute, situation: Situation, bf16_too: bool = False, family: Family = "generic"
+) -> Exactness:
     """L1 to L5 of one model with random weights, float32 logits against the reference, and tokens against the logits they come from.
 
     ``bf16_too`` holds bf16 logits against the reference, too: not for any model, but for those where its bound is known to do.
-    Raises BackendError when a kernel is stopped.
+    ``family`` chooses the plan where there are several. Raises BackendError when a kernel is stopped.
     """
     weights = random_weights(spec, situation.weights_seed)
     limits = Limits(situation.max_tokens, situation.context, situation.slots)
-    engine = Engine(spec, build_plan(spec, compute, limits), backend, weights.__getitem__)
+    engine = Engine(spec, build_plan(spec, compute, limits).on(family), backend, weights.__getitem__)
     alone = [_decode_alone(engine, draw) for draw in situation.requests]
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""

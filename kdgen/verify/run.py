@@ -17,8 +17,8 @@ from kdgen.build import check as check_folders
 from kdgen.config import load_config
 from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Plan
+from kdgen.plan.build import build_plan, own_kernels
+from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.plan.shard import Exchange, Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
@@ -55,8 +55,9 @@ TOGETHER = Situation(
         RequestDraw(4, 33, 6, 8, "replay", 0.0, 15, 16, 2, GREEDY, joins=3),
     ),
 )  # fmt: skip
-#: The latent width from which attention splits are of 128 keys, long enough that both of its stages are loaded again.
-WIDE_LATENT = 256
+#: The latent width from which attention splits are of 128 keys, long enough that both of its stages are loaded again, and the one of
+#: published models, for wgmma's larger shape.
+WIDE_LATENTS: dict[Family, int] = {"generic": 256, "sm_90a": 512}
 
 Say = Callable[[str], None]
 
@@ -75,15 +76,15 @@ def verify(
     """
     began = perf_counter()
     specs = [load_spec(name) for name in names or DEFAULT_SPECS]
-    plans = plans_for(specs, compute)
-    others = [] if names else plans_for(variants(), compute)
     backend = open_backend(backend_name)
+    plans = _that_run(backend, plans_for(specs, compute))
+    others = [] if names else _that_run(backend, plans_for(variants(), compute))
     checks: list[Check] = []
     for check in all_checks(backend, specs, plans, others, say):
         checks.append(check)
         if fail_fast and check.status == "failed":
             break
-    notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec)]
+    notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec) and plan.family == "generic"]
     notes.append(f"kernels and decodes ran on: {backend.description}{_no_gpu(backend, backend_name)}")
     if others:
         names_of_others = ", ".join(spec.name for spec in variants())
@@ -97,39 +98,64 @@ Plans = Sequence[tuple[Spec, Plan]]
 
 
 def plans_for(specs: Sequence[Spec], compute: Compute | None) -> Plans:
-    """A plan for each compute type; a variant that cannot have the one asked for is left out."""
+    """The plans for each compute type; a variant that cannot have the one asked for is left out."""
     lenient = {spec.name for spec in variants()}
     return [
-        (spec, build_plan(spec, dtype))
+        (spec, plan)
         for spec in specs
         for dtype in _computes(spec, compute)
         if not (dtype == "bf16" and spec.name in lenient and mma_obstacles(spec))
+        for plan in _plans_of(spec, dtype)
     ]
+
+
+def _that_run(backend: Backend, plans: Plans) -> Plans:
+    """A CPU runs every plan, a GPU those for its own targets."""
+    return [(spec, plan) for spec, plan in plans if plan.family in ("generic", backend.family) or backend.name != "cuda"]
+
+
+def _plans_of(spec: Spec, compute: Compute) -> list[Plan]:
+    """The plan for all targets, and those for some, with the kernels alone that they have of their own."""
+    plan = build_plan(spec, compute)
+    return [plan, *(own_kernels(each, plan) for each in plan.special)]
+
+
+def _title(spec: Spec, plan: Plan) -> str:
+    return spec.name if plan.family == "generic" else f"{spec.name}, {plan.family}"
+
+
+def _small(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
+    """What a CPU can decode of it: the same, or the spec shrunk and its plan."""
+    if not is_wide(spec):
+        return spec, plan
+    small = shrink(spec, plan.family)
+    return small, next(each for each in _plans_of(small, plan.compute) if each.family == plan.family)
 
 
 def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
-    shared = [(spec, shared) for spec, plan in (*plans, *others) for shared in shared_plans(spec, plan)]
+    shared = [(spec, shared) for spec, plan in (*plans, *others) if plan.family == "generic" for shared in shared_plans(spec, plan)]
     for spec, plan in shared:
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
         yield _tables(spec)
     yield from _trees(backend, *plans[0], say)
     for spec, plan in (*plans, *others):
-        small = shrink(spec) if is_wide(spec) else spec
-        yield from _under_checker(small, plan if small is spec else build_plan(small, plan.compute), say)
+        yield from _under_checker(*_small(spec, plan), say)
     for spec, plan in shared:
         if not is_wide(spec):
             yield from _under_checker(spec, plan, say)
     for spec, plan in plans:
-        yield _drift(spec, plan, say)
+        if plan.family == "generic":
+            yield _drift(spec, plan, say)
     for spec, plan in (*others, *plans):
-        small = shrink(spec) if is_wide(spec) else spec
-        yield from _together(backend, spec.name, small, plan.compute, say)
+        yield from _together(backend, _title(spec, plan), *_small(spec, plan), say)
     for spec, plan in plans:
-        small = shrink(spec) if is_wide(spec) else spec
+        if plan.family != "generic":  # its requests together were as each alone
+            continue
+        small, _ = _small(spec, plan)
         say(f"{small.name} {plan.compute}: decoding")
         case = _case_of(spec)
         subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
@@ -147,14 +173,15 @@ def _tables(spec: Spec) -> Check:
     return Check(spec.name, "f32", "tables", "cos and sin of RoPE", "NumPy", status, figure, findings.tolerance, why=why)
 
 
-def _together(backend: Backend, title: str, spec: Spec, compute: Compute, say: Say) -> Iterator[Check]:
+def _together(backend: Backend, title: str, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     """L1 to L5 in a drawn situation: several requests with drafters, chunks and samplings of their own, joining and leaving."""
     if spec.max_position_embeddings < TOGETHER.context:
         return
+    compute = plan.compute
     say(f"{title} {compute}: requests joining and leaving")
     began = perf_counter()
     try:
-        found = check_exactness(backend, spec, compute, TOGETHER, bf16_too=True)
+        found = check_exactness(backend, spec, compute, TOGETHER, bf16_too=True, family=plan.family)
         detail = f"{found.requests} as each alone, logits and cache rows by bits (L1 to L5); {found.accepted} drafts accepted"
         figures: tuple[float | None, float | None] = finite(found.error), found.tolerance
         problem, bits = found.problem, found.bits
@@ -229,18 +256,19 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
 
 
 def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
-    say(f"{spec.name} {plan.compute}: compiling {len(plan.kernels)} kernels")
+    title = _title(spec, plan)
+    say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
     problems = text_problems(load_kernels(backend, plan))
     status: Status = "failed" if problems else "ok"
     detail = "" if problems else "each waits for the kernel before it; nothing atomic, no inexact function"
-    yield Check(spec.name, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
+    yield Check(title, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
     for kernel in plan.kernels:
-        say(f"{spec.name} {plan.compute}: kernel {kernel.name}")
+        say(f"{title} {plan.compute}: kernel {kernel.name}")
         began = perf_counter()
         found = check_kernel(backend, spec, plan, kernel, _inputs(0, kernel), size)
         ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks"
         detail = f"{kernel.template}{', a slice' if found.sliced else ''}{ranks}"
-        yield _as_check(spec.name, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
+        yield _as_check(title, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
 
 
 def _inputs(seed: int, kernel: Kernel) -> np.random.Generator:
@@ -257,30 +285,31 @@ def _as_check(title: str, compute: str, part: str, backend: Backend, found: Kern
 
 def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     """Every kernel once where races, stray accesses and missing waits are seen; a line each only for those that fail."""
-    say(f"{spec.name} {plan.compute}: compiling {len(plan.kernels)} kernels for the checker")
+    title = _title(spec, plan)
+    say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels for the checker")
     began = perf_counter()
     backend: Backend | None = None
     try:
         backend = open_backend(CHECKER, seed=1)
         found = _checked(backend, spec, plan, say)
-        if plan.compute == "bf16" and spec.kv_lora_rank < WIDE_LATENT:
-            wide = spec.model_copy(update={"kv_lora_rank": WIDE_LATENT})
-            wide_plan = build_plan(wide, plan.compute)
+        if plan.compute == "bf16" and spec.kv_lora_rank < WIDE_LATENTS[plan.family]:
+            wide = spec.model_copy(update={"kv_lora_rank": WIDE_LATENTS[plan.family]})
+            wide_plan = build_plan(wide, plan.compute).on(plan.family)
             attention = tuple(kernel for kernel in wide_plan.kernels if kernel.name == "mla_attention")
             found += _checked(backend, wide, replace(wide_plan, kernels=attention), say)
     except BackendError as error:
         where = backend.description if backend else CHECKER
-        yield Check(spec.name, plan.compute, "checker", "all kernels", where, "skipped", why=str(error), seconds=perf_counter() - began)
+        yield Check(title, plan.compute, "checker", "all kernels", where, "skipped", why=str(error), seconds=perf_counter() - began)
         return
     seconds = perf_counter() - began
     bad = [check for check in found if not check.ok]
     for check in bad:
-        yield _as_check(spec.name, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
+        yield _as_check(title, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
     if not bad:
         ranks = "" if plan.shard.whole else f" of {plan.shard.ranks} ranks"
         detail = f"{len(found)} kernels{ranks}: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
         bits = sum(check.bits for check in found)
-        yield Check(spec.name, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds, bits=bits)
+        yield Check(title, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds, bits=bits)
 
 
 def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelCheck]:

@@ -8,6 +8,7 @@ The rule, field by field:
 - one dense layer stays of several, two MoE layers of many (two layers in all of a model that has one kind);
 - up to 18 heads, more than the 16 of an attention tile; up to 12 experts, or 4 groups of 4 of which as large a part is kept; up to 4
   experts a token, and all of them only where it was all;
+- for a plan that uses wgmma, heads, latents and the rotary part stay what its tiles need: 64, 128 and 64;
 - a drafter keeps two layers, one that slides if any does, up to two key heads of up to four query heads each, and as many of the
   target's layers as are left;
 - the vocabulary is cut to 512, and the ids of special tokens to its end.
@@ -23,6 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdgen.draft_spec import DraftSpec
+from kdgen.plan.ir import Family
+from kdgen.plan.kernels import WGMMA_LATENTS, WGMMA_TILE
 from kdgen.spec import Spec
 
 #: Parameters that the CPU emulator decodes within seconds.
@@ -52,8 +55,8 @@ def is_wide(spec: Spec) -> bool:
     return parameters(spec) > CPU_PARAMETERS
 
 
-def shrink(spec: Spec) -> Spec:
-    """``spec`` by the rule above, called ``<name>-shrunk``."""
+def shrink(spec: Spec, family: Family = "generic") -> Spec:
+    """``spec`` by the rule above, called ``<name>-shrunk``, for a plan of ``family``."""
     values: dict[str, Any] = spec.model_dump(mode="json")
     for key, width in WIDTHS.items():
         if values[key]:
@@ -62,7 +65,10 @@ def shrink(spec: Spec) -> Spec:
         step = math.lcm(64, spec.quantization.group_size)
         for key in ("hidden_size", "moe_intermediate_size"):
             values[key] = min(getattr(spec, key), step * (2 if key == "hidden_size" else 1))
-    values["num_attention_heads"] = _heads(spec, values["v_head_dim"])
+    if family == "sm_90a":
+        values |= {"num_attention_heads": WGMMA_TILE, "kv_lora_rank": min(WGMMA_LATENTS), "qk_rope_head_dim": WGMMA_TILE}
+    else:
+        values["num_attention_heads"] = _heads(spec, values["v_head_dim"])
     values |= _layers(spec)
     if spec.has_moe:
         values |= _routing(spec)

@@ -2,8 +2,9 @@
 
 Together with tiny and tiny2 they have: INT4 experts in whole and half steps of 64 inputs, groups of experts, sigmoid and softmax routing,
 biases and drafters (of a model that two ranks can share, too), both RoPE pairings, YaRN, queries with and without a low-rank form, more
-heads than an attention tile, latents wide enough for splits of 128 keys, tied embeddings, an epsilon far from the inner norms', float32
-weights, dimensions that are odd or 1, and both masks of a drafter. A test sees to it that no branch is left out.
+heads than an attention tile, latents wide enough for splits of 128 keys, the whole tiles of heads and latents that wgmma needs, tied
+embeddings, an epsilon far from the inner norms', float32 weights, dimensions that are odd or 1, and both masks of a drafter. A test sees
+to it that no branch is left out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 256, "hidden_size": 128, "num_attention_heads": 6, "v_head_dim": 16, "attention_bias": True, "n_shared_experts": 2,
         "num_hidden_layers": 2, "intermediate_size": 96, "quantization": _INT4 | {"group_size": 64},
         "draft": _DRAFT | {"hidden_size": 128, "intermediate_size": 64}, **_GROUPS,
+    },
+    "tiny-wgmma": {
+        "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
+        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "vocab_size": 128, "rope_scaling": _YARN,
     },
     "tiny-odd": {
         "hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 3, "q_lora_rank": 31, "kv_lora_rank": 33, "qk_nope_head_dim": 9,

@@ -143,7 +143,7 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) 
 @pytest.mark.parametrize(("kernel", "block"), [("read_bandwidth", 512), ("matrix_rate", 256)])
 def test_what_measures_the_gpu_compiles_without_spilling(kernel: str, block: int, cache_directory: Path) -> None:
     source = Source(kernel, (templates_dir() / "bench" / f"{kernel}.cu").read_text(), block, 0)
-    (cubin,) = compile_all([source], ["sm_90a"], templates_dir() / "lib" / "gpu")
+    (cubin,) = compile_all([(source, "sm_90a")], templates_dir() / "lib" / "gpu")
     assert cubin.spill_stores == cubin.spill_loads == 0
 
 

@@ -68,8 +68,8 @@ def replace_rendered(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], st
     def edited(plan: building.Plan) -> Generated:
         good = generate(plan)
         texts = {name: change(text) if name == f"{kernel}.cu" else text for name, text in good.texts.items()}
-        sources = tuple(replace(source, text=texts[f"{source.name}.cu"]) for source in good.sources)
-        return Generated(plan, texts, sources)
+        sources = tuple(replace(source, text=texts[f"{source.name}.cu"]) for source in good.sources["generic"])
+        return Generated(plan, texts, {"generic": sources})
 
     monkeypatch.setattr(building, "generate", edited)
 
@@ -292,7 +292,8 @@ def test_a_template_error_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_too_much_shared_memory_names_kernel_bytes_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(plan: building.Plan) -> Generated:
         good = generate(plan)
-        return replace(good, sources=tuple(replace(s, smem=120_000 if s.name == "mla_attention" else s.smem) for s in good.sources))
+        sources = tuple(replace(s, smem=120_000 if s.name == "mla_attention" else s.smem) for s in good.sources["generic"])
+        return replace(good, sources={"generic": sources})
 
     monkeypatch.setattr(building, "generate", greedy)
     with pytest.raises(CompileError, match=r"kernel mla_attention .*sm_120a.*120000 of dynamic shared memory; a block may have 101376"):

@@ -9,7 +9,7 @@ import pytest
 from kdgen import compile as compiler
 from kdgen.backends.base import Source
 from kdgen.cache import Cache
-from kdgen.compile import compile_all, compile_cubin, nvrtc_version, supported_archs
+from kdgen.compile import compile_all, compile_cubin, everywhere, nvrtc_version, supported_archs
 from kdgen.errors import BackendError, CompileError, KdgenError
 from kdgen.resources import templates_dir
 from kdgen.target import Target, arch_of_device, target_for, targets
@@ -92,13 +92,14 @@ def test_the_key_sees_text_headers_and_arch_but_not_the_path(tmp_path: Path, mon
 
 
 def test_two_compilations_give_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (compile_all([ADD, SHARED], ["sm_90a"], INCLUDE, jobs=jobs) for jobs in (1, 2))
+    first, second = (compile_all(everywhere([ADD, SHARED], ["sm_90a"]), INCLUDE, jobs=jobs) for jobs in (1, 2))
     assert [(c.code, c.log) for c in first] == [(c.code, c.log) for c in second]
 
 
 def test_many_at_once_keep_their_order(tmp_path: Path) -> None:
     seen: list[str] = []
-    cubins = compile_all([ADD, SHARED], ["sm_120a", "sm_90a"], INCLUDE, cache=Cache(tmp_path), on_done=lambda c: seen.append(c.name))
+    work = everywhere([ADD, SHARED], ["sm_120a", "sm_90a"])
+    cubins = compile_all(work, INCLUDE, cache=Cache(tmp_path), on_done=lambda c: seen.append(c.name))
     assert [(c.name, c.arch) for c in cubins] == [(n, a) for a in ("sm_120a", "sm_90a") for n in ("add", "stage")]
     assert sorted(seen) == ["add", "add", "stage", "stage"]
 
@@ -126,7 +127,7 @@ def test_a_long_log_is_cut() -> None:
 
 def test_several_failures_are_told_at_once() -> None:
     with pytest.raises(CompileError) as caught:
-        compile_all([kernel("one", "x = missing;"), ADD, kernel("two", "x = missing;")], ["sm_90a"], INCLUDE)
+        compile_all(everywhere([kernel("one", "x = missing;"), ADD, kernel("two", "x = missing;")], ["sm_90a"]), INCLUDE)
     assert "kernel one" in str(caught.value) and "kernel two" in str(caught.value)
 
 
@@ -156,7 +157,7 @@ def test_an_architecture_this_nvrtc_lacks(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_every_target_compiles() -> None:
     assert supported_archs() == tuple(target.arch for target in targets())
-    assert len(compile_all([ADD], supported_archs(), INCLUDE)) == len(targets())
+    assert len(compile_all(everywhere([ADD], supported_archs()), INCLUDE)) == len(targets())
 
 
 def test_limits() -> None:

@@ -475,6 +475,136 @@ CLEAN = {
 }
 
 
+# 16 KiB of tiles, filled by all; warp 0 multiplies. `%s` stand for what comes before its fence, at its wgmma, and after.
+TILES = """
+  SHARED_DYNAMIC(u32, tile);
+  for (int i = t; i < 4096; i += THREADS) tile[i] = i;{written}
+  {fence}__syncthreads();
+  float d[32] = {{}};
+  if (t < 32) {{
+    {before}
+    wgmma<0>(d, wgmma_tile(tile, 0), wgmma_tile(tile + 2048, 0), true);{called}
+    {after}
+  }}{meanwhile}
+  out[t] = (int)d[0];
+"""
+TILE_PARTS = {
+    "written": "", "fence": "fence_for_wgmma();\n  ", "before": "wgmma_fence(d);", "called": "",
+    "after": "wgmma_commit();\n    wgmma_wait(d);", "meanwhile": "",
+}  # fmt: skip
+
+
+def tiles(says: str = "", **parts: str) -> Case:
+    return Case(TILES.format(**(TILE_PARTS | parts)), says, smem=16384)
+
+
+BUGS |= {
+    "wgmma_of_unfenced_memory": tiles("unfenced", fence="", called="  // BUG"),
+    "wgmma_with_touched_registers": tiles("no wgmma_fence", before="", called="  // BUG"),
+    "wgmma_not_committed": tiles("were not committed", after="wgmma_wait(d);  // BUG"),
+    "wgmma_operand_overwritten": tiles("race", called="  // BUG", meanwhile="\n  if (t == 40) tile[5] = 1;  // BUG"),
+    "wgmma_operand_not_arrived": tiles(
+        "unwaited copy",
+        written="\n  __syncthreads();\n  cp_async_16(tile + 4 * t, in + t % 16 * 4, true);",
+        called="  // BUG",
+        meanwhile="\n  cp_async_commit();\n  cp_async_wait<0>();",
+    ),
+    "wgmma_tile_misplaced": Case("\n  SHARED_DYNAMIC(u32, s);\n  out[t] = (int)wgmma_tile(s + 64, 0);  // BUG\n", "multiples of 1024"),
+    "mbarrier_not_initialised": Case(
+        "\n  SHARED_ARRAY(u64, b, [2]);\n  if (t == 0) mbarrier_arrive(b);  // BUG\n", "uninitialised|no mbarrier_init"
+    ),
+    "mbarrier_initialised_unseen": Case(
+        """
+  SHARED_ARRAY(u64, b, [2]);
+  if (t == 0) mbarrier_init(b, 1);  // BUG
+  if (t == 32) mbarrier_arrive(b);  // BUG
+""",
+        "race|uninitialised|no mbarrier_init",
+    ),
+    "mbarrier_one_arrival_too_few": Case(
+        """
+  SHARED_ARRAY(u64, b, [2]);
+  if (t == 0) mbarrier_init(b, 2);
+  __syncthreads();
+  if (t == 0) mbarrier_arrive(b);
+  mbarrier_wait(b, 0);  // BUG
+""",
+        "no thread can go on",
+    ),
+    "mbarrier_arrival_before_the_write": Case(
+        """
+  SHARED_ARRAY(u64, b, [2]);
+  SHARED_ARRAY(int, s, [1]);
+  if (t == 0) mbarrier_init(b, 1);
+  __syncthreads();
+  if (t == 0) {
+    mbarrier_arrive(b);
+    s[0] = 1;  // BUG
+  }
+  if (t == 32) {
+    mbarrier_wait(b, 0);
+    out[0] = s[0];  // BUG
+  }
+""",
+        "race|uninitialised",
+    ),
+    "mbarrier_that_nobody_waits_for": Case(
+        """
+  SHARED_ARRAY(u64, b, [2]);
+  SHARED_ARRAY(int, s, [1]);
+  if (t == 0) mbarrier_init(b, 1);
+  __syncthreads();
+  if (t == 0) {
+    s[0] = 1;  // BUG
+    mbarrier_arrive(b);
+  }
+  if (t == 32) out[0] = s[0];  // BUG
+""",
+        "race|uninitialised",
+    ),
+    "barrier_of_warps_of_too_many": Case("\n  if (t < 32) barrier_of_warps(1, 64);  // BUG\n", "no thread can go on"),
+    "barrier_of_warps_orders_no_others": Case(
+        """
+  SHARED_ARRAY(int, s, [1]);
+  if (t < 32) {
+    if (t == 0) s[0] = 1;  // BUG
+    barrier_of_warps(1, 32);
+  } else {
+    if (t == 40) out[0] = s[0];  // BUG
+  }
+""",
+        "race|uninitialised",
+    ),
+}
+CLEAN |= {
+    "wgmma_of_two_tiles": tiles(),
+    "wgmma_and_its_operand_afterwards": tiles(meanwhile="\n  __syncthreads();\n  if (t == 40) tile[5] = 1;"),
+    "mbarrier_hands_on_what_others_handed_over": Case(
+        """
+  SHARED_ARRAY(u64, b, [2]);
+  SHARED_ARRAY(int, s, [3]);
+  if (t < 2) mbarrier_init(b + t, 1);
+  __syncthreads();
+  if (t == 33) s[0] = 1;
+  if (t >= 32) {
+    __syncwarp();
+    if (t == 32) mbarrier_arrive(b);
+  }
+  if (t == 1) {
+    mbarrier_wait(b, 0);
+    mbarrier_arrive(b + 1);
+  }
+  if (t == 40) {
+    mbarrier_wait(b + 1, 0);
+    s[0] = 2;
+  }
+  barrier_of_warps(2, 64);
+  out[t] = s[0];
+"""
+    ),
+}
+
+
 def source(name: str, case: Case) -> Source:
     text = f"""#include "primitives.cuh"
 namespace {name} {{

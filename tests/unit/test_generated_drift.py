@@ -9,6 +9,7 @@ import pytest
 
 from kdgen.build import DEFAULT_ARCHS, MANIFEST, check, plans_for
 from kdgen.format import clang_format_many
+from kdgen.plan.build import own_kernels
 from kdgen.plan.ir import Plan
 from kdgen.target import target_for
 
@@ -31,7 +32,10 @@ def test_no_drift(plan: Plan) -> None:
 
 @EVERY
 def test_no_other_files(plan: Plan) -> None:
-    assert {path.name for path in (GENERATED / plan.directory).iterdir()} == {f"{kernel.name}.cu" for kernel in plan.kernels} | {MANIFEST}
+    expected = {f"{kernel.name}.cu" for kernel in plan.kernels} | {MANIFEST}
+    for special in plan.special:
+        expected |= {f"{kernel.name}_{special.family}.cu" for kernel in own_kernels(special, plan).kernels}
+    assert {path.name for path in (GENERATED / plan.directory).iterdir()} == expected
 
 
 @EVERY
@@ -51,5 +55,7 @@ def test_recorded_resources(plan: Plan) -> None:
         assert set(kernels) == {kernel.name for kernel in plan.kernels}
         for name, needs in kernels.items():
             assert needs["stack"] == needs["spill_stores"] == needs["spill_loads"] == 0, (arch, name, needs)
-            assert needs["static_smem"] + needs["dynamic_smem"] <= min(target_for(arch).smem_per_block, 99 * 1024), (arch, name, needs)
-            assert needs["registers"] * plan.kernel(name).block <= 65536, (arch, name, needs)
+            kernel = plan.on(target_for(arch).family).kernel(name)
+            most = 99 * 1024 if kernel in plan.kernels else target_for(arch).smem_per_block
+            assert needs["static_smem"] + needs["dynamic_smem"] <= min(target_for(arch).smem_per_block, most), (arch, name, needs)
+            assert needs["registers"] * kernel.block <= 65536, (arch, name, needs)

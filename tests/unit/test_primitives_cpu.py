@@ -456,7 +456,7 @@ def test_copies_finish_as_late_as_allowed_when_shuffled() -> None:
 def names(header: str) -> set[str]:
     text = re.sub(r"//.*", "", header)
     functions = re.findall(r"(?:__forceinline__|static inline)\s+[\w ]+?[\s*&]+(\w+)(?:<\w+>)?\s*\(", text)
-    macros = re.findall(r"#define\s+(\w+)", text)
+    macros = set(re.findall(r"#define\s+(\w+)", text)) - set(re.findall(r"#undef\s+(\w+)", text))
     types = re.findall(r"typedef\s+[\w\s]+\s(\w+);", text) + re.findall(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)\b(?!\()", text)
     return {*functions, *macros, *types}
 

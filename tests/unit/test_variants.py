@@ -19,7 +19,7 @@ def kernels() -> list[Kernel]:
     specs = [*map(load_spec, DEFAULT_SPECS), *variants()]
     plans = [(spec, build_plan(spec, compute)) for spec in specs for compute in both if compute == "f32" or not mma_obstacles(spec)]
     shared = [each for spec, plan in plans for each in shared_plans(spec, plan)]
-    return [kernel for plan in (*(plan for _, plan in plans), *shared) for kernel in plan.kernels]
+    return [kernel for plan in (*(plan for _, plan in plans), *shared) for each in (plan, *plan.special) for kernel in each.kernels]
 
 
 def test_every_template_is_checked() -> None:

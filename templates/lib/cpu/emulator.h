@@ -54,6 +54,23 @@ EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int
 EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line);
 EMU_API void emu_copy_commit();
 EMU_API void emu_copy_wait(int groups);
+struct EmuWgmma {  // what one lane gives wgmma; 2 * floats columns
+  float* d;
+  int floats;
+  const unsigned* a_registers;  // null: a is in shared memory
+  uint64_t a, b;                // as wgmma_tile makes them
+  bool by_columns, accumulate;
+};
+EMU_API uint64_t emu_wgmma_tile(const void* tile, unsigned next_tile, int line);
+EMU_API void emu_wgmma(EmuWgmma* operands, int line);
+EMU_API void emu_wgmma_fence(int line);
+EMU_API void emu_wgmma_commit(int line);
+EMU_API void emu_wgmma_wait(int line);
+EMU_API void emu_fence_for_wgmma();
+EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line);
+EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line);
+EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line);
+EMU_API void emu_barrier_of_warps(int id, int threads, int line);
 EMU_API void emu_fence();
 EMU_API void emu_yield();
 EMU_API void emu_pause();

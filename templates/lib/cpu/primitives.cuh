@@ -25,6 +25,7 @@ template <>
 __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <>
 __device__ __forceinline__ bf16 from_float<bf16>(float x) { return bf16{emu_round_bf16(x)}; }
+__device__ __forceinline__ float exp2_or_zero(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) { return (u32)emu_round_bf16(hi) << 16 | emu_round_bf16(lo); }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
@@ -121,6 +122,43 @@ static inline void ldmatrix_x4(u32 (&r)[4], const void* row, EMU_HERE) { emu_ldm
 static inline void ldmatrix_x2(u32 (&r)[2], const void* row, EMU_HERE) { emu_ldmatrix<2, false>(r, row, line); }
 static inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, EMU_HERE) { emu_ldmatrix<4, true>(r, row, line); }
 static inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, EMU_HERE) { emu_ldmatrix<2, true>(r, row, line); }
+
+// ---- asynchronous tensor cores (sm_90a) -----------------------------------
+__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+static inline u64 wgmma_tile(const void* tile, u32 next_tile, EMU_HERE) { return emu_wgmma_tile(tile, next_tile, line); }
+static inline constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
+template <int ByColumns, int FLOATS>
+static inline void wgmma(float (&d)[FLOATS], u64 a, u64 b, bool accumulate, EMU_HERE) {
+  static_assert(FLOATS == 32 || FLOATS == 128, "the GPU side has these");
+  EmuWgmma operands{d, FLOATS, nullptr, a, b, ByColumns != 0, accumulate};
+  emu_wgmma(&operands, line);
+}
+template <int ByColumns, int FLOATS>
+static inline void wgmma(float (&d)[FLOATS], const u32 (&a)[4], u64 b, bool accumulate, EMU_HERE) {
+  static_assert(FLOATS == 32 || FLOATS == 128, "the GPU side has these");
+  EmuWgmma operands{d, FLOATS, a, 0, b, ByColumns != 0, accumulate};
+  emu_wgmma(&operands, line);
+}
+template <int FLOATS>
+static inline void keep_in_place(float (&)[FLOATS]) {}
+template <int FLOATS>
+static inline void wgmma_fence(float (&)[FLOATS], EMU_HERE) { emu_wgmma_fence(line); }
+static inline void wgmma_commit(EMU_HERE) { emu_wgmma_commit(line); }
+template <int FLOATS>
+static inline void wgmma_wait(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait(line); }
+static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
+
+// ---- warps with roles -----------------------------------------------------
+static inline void mbarrier_init(u64* barrier, int count, EMU_HERE) { emu_mbarrier_init(reinterpret_cast<uint64_t*>(barrier), count, line); }
+static inline void mbarrier_arrive(u64* barrier, EMU_HERE) { emu_mbarrier_arrive(reinterpret_cast<uint64_t*>(barrier), line); }
+static inline void mbarrier_wait(u64* barrier, int parity, EMU_HERE) {
+  emu_mbarrier_wait(reinterpret_cast<uint64_t*>(barrier), parity, line);
+}
+static inline void barrier_of_warps(int id, int threads, EMU_HERE) { emu_barrier_of_warps(id, threads, line); }
+template <int N>
+static inline void give_registers_back() {}
+template <int N>
+static inline void take_more_registers() {}
 
 // ---- copies ---------------------------------------------------------------
 static inline void cp_async_16(void* dst, const void* src, bool valid, EMU_HERE) { emu_copy_async(dst, src, valid, line); }

@@ -22,6 +22,12 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {  // round to nearest
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
   return r;
 }
+// 2^x in one instruction, to 2 units in the last place; where that is less than float32's smallest normal number, 0
+__device__ __forceinline__ float exp2_or_zero(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 // two bf16 in a word, `lo` in the low half
 __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
   u32 r;
@@ -97,6 +103,105 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
                : "r"(shared_address(row))
                : "memory");
 }
+
+// ---- asynchronous tensor cores (sm_90a) -----------------------------------
+// A tile in shared memory is rows of 128 bytes, 64 bf16, and begins at a multiple of 1024 bytes. The 16-byte pieces of a row
+// are exchanged (128-byte swizzle): this is where piece `piece` of row `row` lies, in bytes.
+__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+// What wgmma reads an operand by: a tile, and how many bytes further the tile with the next 64 columns lies, which counts only for
+// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_offset(bytes).
+__device__ __forceinline__ u64 wgmma_tile(const void* tile, u32 next_tile) {
+  return (u64)((shared_address(tile) & 0x3ffffu) >> 4) | (u64)(next_tile >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+__device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
+// d[64xN] += a[64x16] * b[16xN] by a warpgroup, = where !accumulate; bf16 in, float32 out; a thread has N / 2 floats of d. Warp w has
+// rows 16w .. 16w + 15, in fragments as those of mma_m16n8k16 side by side. a comes from tiles whose rows are its rows, or from
+// registers as that MMA's. b comes from tiles whose rows are its columns, or, ByColumns, its rows. Nothing of a, b and d may be
+// touched from the call to the wgmma_wait that waits for it.
+#define WGMMA_TEN(tens)                                                                                                   \
+  "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" #tens "6,%" #tens "7,%" #tens "8,%" #tens "9"
+#define WGMMA_OUT_8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_OUT_32(i) WGMMA_OUT_8(i), WGMMA_OUT_8(i + 8), WGMMA_OUT_8(i + 16), WGMMA_OUT_8(i + 24)
+#define WGMMA_BEGIN(accumulate, shape, d) \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" d "}, "
+// i0 .. i6: the numbers of the operands behind d's, which are the last arguments
+#define WGMMA(FLOATS, shape, d_list, i0, i1, i2, i3, i4, i5, i6, ...)                                                        \
+  template <int ByColumns>                                                                                                   \
+  __device__ __forceinline__ void wgmma(float(&d)[FLOATS], u64 a, u64 b, bool accumulate) {                                  \
+    asm volatile(WGMMA_BEGIN(i2, shape, d_list) "%" i0 ", %" i1 ", p, 1, 1, 0, %" i3 ";\n}"                                 \
+                 : __VA_ARGS__                                                                                               \
+                 : "l"(a), "l"(b), "r"((int)accumulate), "n"(ByColumns));                                                    \
+  }                                                                                                                          \
+  template <int ByColumns>                                                                                                   \
+  __device__ __forceinline__ void wgmma(float(&d)[FLOATS], const u32(&a)[4], u64 b, bool accumulate) {                       \
+    asm volatile(WGMMA_BEGIN(i5, shape, d_list) "{%" i0 ",%" i1 ",%" i2 ",%" i3 "}, %" i4 ", p, 1, 1, %" i6 ";\n}"          \
+                 : __VA_ARGS__                                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate), "n"(ByColumns));                \
+  }
+WGMMA(32, "m64n64k16", WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) ",%30,%31", "32", "33", "34", "35", "36", "37", "38",
+      WGMMA_OUT_32(0))
+WGMMA(128, "m64n256k16",
+      WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) "," WGMMA_TEN(3) "," WGMMA_TEN(4) "," WGMMA_TEN(5) "," WGMMA_TEN(6)
+      "," WGMMA_TEN(7) "," WGMMA_TEN(8) "," WGMMA_TEN(9) "," WGMMA_TEN(10) "," WGMMA_TEN(11)
+      ",%120,%121,%122,%123,%124,%125,%126,%127",
+      "128", "129", "130", "131", "132", "133", "134",
+      WGMMA_OUT_32(0), WGMMA_OUT_32(32), WGMMA_OUT_32(64), WGMMA_OUT_32(96))
+#undef WGMMA_TEN
+#undef WGMMA_OUT_8
+#undef WGMMA_OUT_32
+#undef WGMMA_BEGIN
+#undef WGMMA
+// Keeps the compiler from moving what touches d across it: to the hardware's orders it is blind.
+template <int FLOATS>
+__device__ __forceinline__ void keep_in_place(float (&d)[FLOATS]) {
+#pragma unroll
+  for (int i = 0; i < FLOATS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// before the first wgmma after registers of its d or a were touched
+template <int FLOATS>
+__device__ __forceinline__ void wgmma_fence(float (&d)[FLOATS]) {
+  keep_in_place(d);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// waits for everything that this warp has committed, d's results among it
+template <int FLOATS>
+__device__ __forceinline__ void wgmma_wait(float (&d)[FLOATS]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  keep_in_place(d);
+}
+// what this thread has written to shared memory so far may be read by wgmma, by whoever a barrier tells of it
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- warps with roles -----------------------------------------------------
+// A barrier in shared memory that `count` arrivals complete, again and again. wait(parity) goes on once the latest completion was an
+// odd one (parity 0: first, third, ...) or an even one (parity 1); completions that may be missed must not happen.
+__device__ __forceinline__ void mbarrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, int parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+// a barrier of `threads` of the block, whole warps; ids 1 .. 15
+__device__ __forceinline__ void barrier_of_warps(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// registers a thread from here on, in warpgroups that all call it (sm_90a)
+template <int N>
+__device__ __forceinline__ void give_registers_back() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+__device__ __forceinline__ void take_more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---- copies ---------------------------------------------------------------
 // 16 bytes global to shared, asynchronously; zeros when !valid (src is then not read)

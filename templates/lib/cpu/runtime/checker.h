@@ -3,7 +3,8 @@
 //
 // Time is a counter of synchronisations. A byte's history holds the tick of each access; two accesses are ordered when a tick
 // lies between that both threads passed: the block's barrier, a __syncwarp of both, the end of a launch, or, between blocks, an
-// atomic after a fence on one side and an atomic on the same address on the other.
+// atomic after a fence on one side and an atomic on the same address on the other. Mbarriers and barriers of warps order only those
+// that wait after those that arrived: with each goes, for every thread, the tick before which its accesses are known.
 #pragma once
 #include <algorithm>
 #include "copies.h"
@@ -53,7 +54,10 @@ static void checker_begin_block(Worker* w) {
   for (unsigned t = 0; t < w->threads; ++t) {
     w->lanes[t].sync_tick = tick;
     w->lanes[t].fenced = false;
+    w->lanes[t].wgmma_fence_tick = 0;
+    w->lanes[t].known.clear();
   }
+  w->handovers.clear();
 }
 
 // ---- order ----------------------------------------------------------------
@@ -69,6 +73,7 @@ static inline Order order(Worker* w, const Lane* lane, uint32_t tick, unsigned t
   if (thread == lane->linear || tick < w->barrier_tick) return Order::ordered;
   const bool same_warp = thread / 32 == lane->linear / 32;
   if (same_warp && tick < lane->sync_tick && tick < w->lanes[thread].sync_tick) return Order::ordered;
+  if (!lane->known.empty() && tick < lane->known[thread]) return Order::ordered;
   return Order::same_block;
 }
 
@@ -243,6 +248,51 @@ static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
     cell.writer = static_cast<uint16_t>(lane->linear);
     cell.write_where = at_line(copy.line);
   });
+}
+
+// ---- mbarriers, barriers of warps and wgmma -------------------------------
+static void know(Worker* w, std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
+  into.resize(w->threads);
+  for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+static void check_mbarrier(Worker* w, Lane* lane, const uint64_t* barrier, bool init, Where where) {
+  check(w, {lane, reinterpret_cast<uintptr_t>(barrier), 8, true, !init, where});
+}
+// A __syncwarp hands on what its lanes know.
+static void check_warp_synced(Warp* warp, unsigned mask) {
+  Worker* w = current();
+  std::vector<uint32_t> all;
+  for (unsigned m = mask; m; m &= m - 1) {
+    const Lane* lane = warp->lanes[__builtin_ctz(m)];
+    if (!lane->known.empty()) know(w, all, lane->known);
+  }
+  if (all.empty()) return;
+  for (unsigned m = mask; m; m &= m - 1) all[warp->lanes[__builtin_ctz(m)]->linear] = checker.tick;
+  for (unsigned m = mask; m; m &= m - 1) warp->lanes[__builtin_ctz(m)]->known = all;
+}
+static void check_arrived(Worker* w, Lane* lane, const void* event) {
+  std::vector<uint32_t>& arriving = w->handovers[event].arriving;
+  know(w, arriving, lane->known);
+  for (unsigned t = lane->linear & ~31u; t < w->threads && t <= (lane->linear | 31u); ++t)
+    arriving[t] = std::max(arriving[t], std::min(lane->sync_tick, w->lanes[t].sync_tick));
+  arriving[lane->linear] = next_tick();
+}
+static void check_completed(Worker* w, const void* event) {
+  Handover& handover = w->handovers[event];
+  handover.completed = handover.arriving;
+}
+static void check_waited(Worker* w, Lane* lane, const void* event) { know(w, lane->known, w->handovers[event].completed); }
+
+static void check_wgmma_read(Worker* w, Lane* lane, const char* p, Where where) {
+  check_access(w, lane, reinterpret_cast<uintptr_t>(p), 16, false, where);
+  const Shadow& shadow = checker.shared;
+  const size_t offset = static_cast<size_t>(p - w->arena);
+  for (size_t at = offset; at < offset + 16; at += shadow.piece) {
+    const Cell& cell = shadow.cells[at / shadow.piece];
+    if (cell.write_tick >= w->lanes[cell.writer].wgmma_fence_tick)
+      fail(w, {lane, where, cell.write_where},
+           "unfenced: wgmma reads shared memory that thread %u wrote ({other}) with no fence_for_wgmma after it", cell.writer);
+  }
 }
 
 static void merge(std::vector<bool>& into, const std::vector<bool>& from) {

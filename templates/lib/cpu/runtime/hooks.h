@@ -3,6 +3,7 @@
 // calls of the runtime (copies.h).
 #pragma once
 #include "checker.h"
+#include "wgmma.h"
 
 static inline void hook(const volatile void* p, size_t bytes, bool write, void* pc) {
   Worker* w = current();

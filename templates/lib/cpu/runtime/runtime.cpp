@@ -138,6 +138,7 @@ static bool run_block(Worker* w, unsigned index) {
   w->stacks_used = 0;
   w->free_stacks.clear();
   w->arrays.clear();
+  for (NamedBarrier& barrier : w->named_barriers) barrier = NamedBarrier{};
   w->arena_used = RED_ZONE;
   memset(w->dynamic_shared, POISON, launch->shared_bytes);
   w->ready_warps = w->warp_count == 32 ? ~0u : (1u << w->warp_count) - 1;
@@ -145,7 +146,8 @@ static bool run_block(Worker* w, unsigned index) {
     const unsigned width = w->threads - 32 * i;
     Warp& warp = w->warps[i];
     warp.alive = warp.runnable = width >= 32 ? ~0u : (1u << width) - 1;
-    warp.at_collective = warp.at_barrier = 0;
+    warp.at_collective = warp.at_barrier = warp.at_event = 0;
+    warp.wgmma = WgmmaQueue{};
   }
   for (unsigned t = 0; t < w->threads; ++t) {
     Lane& lane = w->lanes[t];

@@ -39,7 +39,7 @@ __attribute__((noinline, noreturn)) static void fail_stuck(Worker* w) {
   int shown = 0;
   for (unsigned i = 0; i < w->warp_count; ++i) {
     Warp& warp = w->warps[i];
-    for (unsigned waiting : {warp.at_collective, warp.at_barrier}) {
+    for (unsigned waiting : {warp.at_collective, warp.at_barrier, warp.at_event}) {
       if (!waiting) continue;
       Lane* first = warp.lanes[__builtin_ctz(waiting)];
       if (!where) {
@@ -169,6 +169,7 @@ static void sync_step(EmuWarp* base, unsigned mask, int) {  // of all collective
   if (!(w->launch->flags & CHECK)) return;
   const uint32_t tick = next_tick();
   for (unsigned m = mask; m; m &= m - 1) static_cast<Warp*>(base)->lanes[__builtin_ctz(m)]->sync_tick = tick;
+  check_warp_synced(static_cast<Warp*>(base), mask);
 }
 EMU_API void emu_sync_warp(unsigned mask, int line) { collective(current(), mask, sync_step, nullptr, line, "__syncwarp"); }
 
@@ -252,6 +253,8 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
     fail(w, {me, at_line(me->copies->copies.front().line)},
          "unwaited copy: this thread has ended with %zu asynchronous copies that it started and did not wait for",
          me->copies->copies.size());
+  if (warp->wgmma.issued)
+    fail(w, {me}, "unwaited wgmma: this thread has ended with %u of its warp's that nobody waited for", warp->wgmma.issued);
   if (w->barrier_count)
     fail(w, {me, at_line(w->barrier_line)},
          "divergence: this thread has ended while others of its block wait at this __syncthreads");

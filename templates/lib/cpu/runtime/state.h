@@ -2,6 +2,7 @@
 // CUDA threads, each on a fiber. Workers share nothing but the launch and the allocations.
 #pragma once
 #include <stdint.h>
+#include <map>
 #include <vector>
 #include "../emulator.h"
 #include "switch.h"
@@ -58,8 +59,20 @@ struct CopyQueue {
   unsigned open = 0;             // copies since the last commit
 };
 
+struct Wgmma {  // one of a warp, from its call to its wait
+  EmuWgmma lanes[32];
+  int line;
+};
+struct WgmmaQueue {
+  std::vector<Wgmma> pending;  // performed at the wait, or, without LATE_COPIES, at the call
+  std::vector<float> results;  // what their d held before, while poison stands in it: [d][lane][float]
+  unsigned issued = 0, committed = 0;
+  bool fenced = false;  // since registers could last be touched
+};
+
 struct Warp : EmuWarp {
-  unsigned alive, runnable, at_collective, at_barrier;  // sets of lanes
+  unsigned alive, runnable, at_collective, at_barrier, at_event;  // sets of lanes
+  WgmmaQueue wgmma;
   unsigned index;
   struct Lane* lanes[32];
   // shuffles
@@ -76,16 +89,34 @@ struct Lane : EmuLane {
   int line;
   const char* what;
   EmuWarpStep step;
+  const void* event;  // an mbarrier or a NamedBarrier
   // checker
   uint32_t sync_tick;           // the last barrier or __syncwarp that it took part in
   bool fenced;                  // __threadfence since its last write to global memory
   CopyQueue* copies = nullptr;  // of this block, once it has any
+  uint32_t wgmma_fence_tick;    // fence_for_wgmma
+  // What other threads did before these ticks is ordered before what this one does now, by mbarriers and barriers of warps; empty
+  // until it has waited for one.
+  std::vector<uint32_t> known;
 };
 
 struct SharedArray {
   const void* site;
   char* p;
   size_t bytes;
+};
+
+static const int WGMMA_K = 16, WGMMA_COLUMNS = 256;
+struct alignas(32) WgmmaOperands {  // widened, of one warp
+  float a[16][WGMMA_K], b[WGMMA_K][WGMMA_COLUMNS], d[WGMMA_COLUMNS];
+};
+
+struct NamedBarrier {
+  unsigned threads = 0, arrived = 0, generation = 0;
+};
+// What arrivals at an mbarrier or a barrier of warps hand on: to those that wait for the next completion, and for the last one.
+struct Handover {
+  std::vector<uint32_t> arriving, completed;
 };
 
 struct Worker : EmuContext {
@@ -107,6 +138,9 @@ struct Worker : EmuContext {
   size_t arena_used;
   std::vector<SharedArray> arrays;
   CopyQueue queues[MAX_THREADS];
+  NamedBarrier named_barriers[16];
+  WgmmaOperands wgmma_operands;
+  std::map<const void*, Handover> handovers;  // checker
   // checker: ticks count synchronisations
   uint32_t block_tick, barrier_tick;
 };
@@ -139,4 +173,10 @@ static void check_access(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, boo
 static void check_copy_started(Worker* w, Lane* lane, const Copy& copy);
 static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy);
 static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Where where);
+static void check_mbarrier(Worker* w, Lane* lane, const uint64_t* barrier, bool init, Where where);
+static void check_warp_synced(Warp* warp, unsigned mask);
+static void check_arrived(Worker* w, Lane* lane, const void* event);
+static void check_completed(Worker* w, const void* event);
+static void check_waited(Worker* w, Lane* lane, const void* event);
+static void check_wgmma_read(Worker* w, Lane* lane, const char* p, Where where);
 static uint32_t next_tick();
