@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from exactness import assert_exact, unshrunk
 from hypothesis import given
 from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute
+from kdgen.plan.build import build_plan, own_kernels
+from kdgen.plan.ir import Compute, Plan
 from kdgen.spec import Spec, load_spec
+from kdgen.verify import attention
 from kdgen.verify.draw import Situation
 from kdgen.verify.kernels import check_kernels
 
@@ -30,6 +33,31 @@ def test_full_width_kernels_are_right_on_slices(cuda_backend: Backend, name: str
     spec = load_spec(name)
     wrong = [check for check in check_kernels(cuda_backend, spec, build_plan(spec), size="slice", tokens=(1, 9, 33)) if not check.ok]
     assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
+
+
+@pytest.mark.parametrize("name", ["k26", "deepseek-v3"])
+def test_kernels_for_these_targets_alone_are_right_on_slices(cuda_backend: Backend, name: str) -> None:
+    spec, plan = load_spec(name), special_plan(cuda_backend, name)
+    wrong = [check for check in check_kernels(cuda_backend, spec, plan, size="slice", tokens=(1, 9, 33)) if not check.ok]
+    assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
+
+
+def test_attention_over_long_contexts(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts in splits of every length up to 1,024 keys, whose blocks have several splits each."""
+    monkeypatch.setattr(attention, "CONTEXTS", (1, 255, 4103, 8192, 8193, 9000, 16400, 33000))
+    spec, plan = load_spec("k26"), special_plan(cuda_backend, "k26")
+    plan = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.name == "mla_attention"))
+    wrong = [check for check in check_kernels(cuda_backend, spec, plan) if not check.ok]
+    assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
+
+
+def special_plan(backend: Backend, name: str) -> Plan:
+    """The kernels that this GPU's own plan has otherwise; without any, the test skips itself."""
+    plan = build_plan(load_spec(name))
+    own = own_kernels(plan.on(backend.family), plan)
+    if not own.kernels:
+        pytest.skip(f"{name} has no kernels for {backend.description} alone")
+    return own
 
 
 @unshrunk
