@@ -49,7 +49,8 @@ def own_kernels(special: Plan, plan: Plan) -> Plan:
 
 
 def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard: Shard, family: Family) -> Plan:
-    mode, obstacles = replace(mode_of(spec, compute), wgmma=family == "sm_90a"), mma_obstacles(part_of(spec, shard.ranks))
+    part = part_of(spec, shard.ranks)
+    mode, obstacles = replace(mode_of(spec, compute), wgmma=family == "sm_90a"), mma_obstacles(part)
     notes = [f"{compute} path: {'tensor cores (mma.sync m16n8k16)' if compute == 'bf16' else 'generic float32, any dims'}"]
     if obstacles:
         notes.append("no tensor-core path: " + "; ".join(obstacles))
