@@ -18,9 +18,9 @@ from kdgen.config import load_config
 from kdgen.draft_config import load_draft_config
 from kdgen.draft_spec import DraftSpec
 from kdgen.engine import Engine
-from kdgen.errors import KdgenError
+from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks import Group
 from kdgen.spec import Spec, load_spec
@@ -170,6 +170,8 @@ def open_engine(
         raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
     opened, shard = open_shard(group, backend, seed, exchange)
     plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard)
+    if group is not None:
+        _need_same(group, plan)
     began = time.perf_counter()
     loading = began
 
@@ -184,6 +186,15 @@ def open_engine(
     return Opened(engine, loading - began, time.perf_counter() - loading)
 
 
+def _need_same(group: Group, plan: Plan) -> None:
+    """Raises BackendError when the ranks' plans are not those of one model with one set of options."""
+    mine = (plan.spec_sha256, plan.compute, plan.limits, plan.shard.ranks, plan.shard.exchange)
+    others = group.exchange(repr(mine).encode())
+    different = [str(rank) for rank, each in enumerate(others) if each != others[0]]
+    if different:
+        raise BackendError(f"ranks {', '.join(different)} have another model, or other options, than rank 0")
+
+
 def open_shard(group: Group | None, backend: str | None = None, seed: int = 0, exchange: Exchange | None = None) -> tuple[Backend, Shard]:
     """The backend called ``backend``, joined to the others of ``group`` if there is one, and its place among them.
 
@@ -194,5 +205,9 @@ def open_shard(group: Group | None, backend: str | None = None, seed: int = 0, e
     if backend in (None, "cuda"):
         use_gpu(group.place.local_rank)
     opened = open_backend(backend, seed)
+    names = [name.decode() for name in group.exchange(opened.name.encode())]
+    if len(set(names)) > 1:
+        others = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(names))
+        raise BackendError(f"ranks do not run on the same kind of device ({others}): each takes a GPU of its own, or --backend cpu")
     best = opened.join(group)
     return opened, Shard(group.ranks, group.rank, exchange or best)

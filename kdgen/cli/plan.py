@@ -133,12 +133,13 @@ def write_plot(found: Forecast, file: Path) -> None:
     for nodes in (0, 7, 15, 31, 47, 63):
         parts.append(f'<text x="{x(nodes):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{nodes}</text>')
     colours = dict(_CURVES) | {found.acceptance: _CHOSEN}
-    for acceptance, curve in curves.items():
+    free = float(_HEIGHT - _BOTTOM)  # above which the next label stands: the lowest curve's first
+    for acceptance, curve in sorted(curves.items(), key=lambda item: item[1][-1]):
         points = " ".join(f"{x(nodes):.1f},{y(value):.1f}" for nodes, value in enumerate(curve))
         width = 2.5 if acceptance == found.acceptance else 1.2
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[acceptance]}" stroke-width="{width}"/>')
-        label = f"accepted {acceptance:g}"
-        parts.append(f'<text x="{right + 4}" y="{y(curve[-1]) + 4:.1f}" fill="{colours[acceptance]}">{label}</text>')
+        free = min(y(curve[-1]) + 4, free - 14)
+        parts.append(f'<text x="{right + 4}" y="{free:.1f}" fill="{colours[acceptance]}">accepted {acceptance:g}</text>')
     parts.append(f'<circle cx="{x(found.best.nodes):.1f}" cy="{y(found.best.speedup):.1f}" r="4" fill="{_CHOSEN}"/>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 8}">nodes of a tree; floors, not measurements</text></svg>\n')
     try:

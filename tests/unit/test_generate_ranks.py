@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,27 @@ def test_packed_files_are_for_one_rank(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["import", str(TINY), str(packed)]).exit_code == 0
     result = in_process_of_its_own("--model", str(packed), "--prompt-ids", "5", "--backend", "cpu", "--tp", "2")
     assert result.returncode == 2 and "is packed for one rank" in result.stderr
+
+
+def test_ranks_that_are_given_different_models() -> None:
+    """A launcher that starts one rank with other options: both end, and say why."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3"]
+    results: dict[int, subprocess.CompletedProcess[str]] = {}
+
+    def run(rank: int, *options: str) -> None:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
+        results[rank] = in_process_of_its_own(*common, *options, environment=place)
+
+    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, "--dtype", "f32"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        assert result.returncode == 2 and "ranks 1 have another model, or other options, than rank 0" in result.stderr
 
 
 def in_process_of_its_own(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
