@@ -129,9 +129,11 @@ def _slices(cols: int) -> int:
 
 
 def _mma_warps(cols: int) -> int:
-    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where there are enough to keep copies in flight."""
+    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where they fill an SM by themselves, 8 below that, so that
+    two blocks share an SM and rows are dealt out more evenly (H200, 2048 inputs: 6.0 µs instead of 8.8).
+    """
     steps = cols // 16
-    most = 16 if steps >= 96 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+    most = 16 if steps >= 384 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
     return next(warps for warps in (16, 8, 4, 2, 1) if warps <= most and steps % warps == 0)
 
 
