@@ -10,25 +10,24 @@ namespace experts_gate_up {
 constexpr int ROWS = 2816, COLS = 2048;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 6;     // TOP_K where x has token rows, 1 where assignments
-constexpr int WARPS = 4;
-constexpr int MAX_TILES = 2;  // of 8 assignments, computed from one reading of the weights
-constexpr int BLOCK = WARPS * 32;
+constexpr int WARPS = 4, BLOCK = WARPS * 32;
+constexpr int MAX_TILES = 2;      // of 8 assignments, computed from one reading of the weights
 constexpr int BLOCKS_PER_SM = 4;  // the registers that this leaves are enough not to spill
 using Inputs = uint2;             // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
-constexpr int STAGES = STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;  // stages of a warp's ring: 8192 bytes a warp
-constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
+constexpr int SLOTS = 4;        // stages of a warp's ring: 8192 bytes a warp
+constexpr int STAGES = STEPS / STAGE_STEPS, STAGE_BYTES = STAGE_STEPS * STEP_BYTES,
+              TILE_BYTES = STEPS * STEP_BYTES;
 static_assert(STEPS % STAGE_STEPS == 0, "whole stages");
 constexpr int OUTPUTS = ROWS / 2;  // a tile holds 8 gate rows and their 8 up rows
 
-// Unit u is row tile u % row_tiles of active expert u / row_tiles. A warp takes every units.apart-th.
+// Unit u is row tile u % row_tiles of active expert u / row_tiles. A block's are consecutive, and share inputs in L1.
 struct Units {
   const int *active_expert, *active_begin, *active_end;
-  int row_tiles, count, apart;
+  int row_tiles, end;
 };
 
 // This warp's weights, a stage at a time, through all of its units. A tile is read anew for every MAX_TILES * 8 tokens.
@@ -39,24 +38,23 @@ struct Stream {
   u32 slot;                     // where it comes to
 
   __device__ __forceinline__ void open_unit(const Units& units) {
-    if (unit >= units.count) return;
+    if (unit >= units.end) return;
     const int active = unit / units.row_tiles;
     readings = (units.active_end[active] - units.active_begin[active] + MAX_TILES * 8 - 1) / (MAX_TILES * 8);
     source = weight + ((size_t)units.active_expert[active] * ROW_TILES + unit % units.row_tiles) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_next(const Units& units, unsigned char* ring) {
-    const int lane = threadIdx.x % 32;
-    if (unit < units.count) {
+    if (unit < units.end) {
 #pragma unroll
       for (int c = 0; c < (STAGE_BYTES + 511) / 512; ++c) {
-        const int at = (c * 32 + lane) * 16;
+        const int at = (c * 32 + threadIdx.x % 32) * 16;
         if (STAGE_BYTES % 512 == 0 || at < STAGE_BYTES)
           cp_async_16(ring + slot * STAGE_BYTES + at, source + at, true);
       }
       source += STAGE_BYTES;
       if (++stage == STAGES) {
         stage = 0, source -= TILE_BYTES;
-        if (--readings == 0) unit += units.apart, open_unit(units);
+        if (--readings == 0) unit += WARPS, open_unit(units);
       }
     }
     cp_async_commit();
@@ -77,12 +75,12 @@ __device__ __forceinline__ void tile_product(Stream& weights, const Units& units
                                              int row_tile, bf16* y) {
   const int lane = threadIdx.x % 32;
   int x_at[TILES];  // this lane's inputs
+  bool has_token[TILES];
   float sum[TILES][4];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    const int m = t * 8 + lane / 4;
-    const int x_row = assignments[begin + (m < count ? m : 0)] /
-                      ASSIGNMENTS_PER_X_ROW;  // columns beyond the last count for nothing
+    has_token[t] = t * 8 + lane / 4 < count;
+    const int x_row = has_token[t] ? assignments[begin + t * 8 + lane / 4] / ASSIGNMENTS_PER_X_ROW : 0;
     x_at[t] = x_row * COLS + lane % 4 * (PART_INPUTS / 4);
     sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
   }
@@ -93,7 +91,8 @@ __device__ __forceinline__ void tile_product(Stream& weights, const Units& units
       const int k = (step * PARTS + part) * PART_INPUTS;
       if (COLS % (PARTS * PART_INPUTS) != 0 && k >= COLS) break;
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) inputs[part][t] = *reinterpret_cast<const Inputs*>(x + x_at[t] + k);
+      for (int t = 0; t < TILES; ++t)
+        inputs[part][t] = has_token[t] ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
     }
   };
   load_inputs(0);
@@ -136,14 +135,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   SHARED_DYNAMIC(unsigned char, rings);
   const int warp = threadIdx.x / 32;
   unsigned char* ring = rings + warp * SLOTS * STAGE_BYTES;
-  const Units units{active_expert,           active_begin,          active_end, row_tiles,
-                    *num_active * row_tiles, (int)gridDim.x * WARPS};
-  const int first_unit = blockIdx.x * WARPS + warp;
+  const long long units_of_all = (long long)*num_active * row_tiles;
+  const int first_unit = (int)(units_of_all * blockIdx.x / gridDim.x) + warp;
+  const Units units{active_expert, active_begin, active_end, row_tiles,
+                    (int)(units_of_all * (blockIdx.x + 1) / gridDim.x)};
   Stream weights{weight, weight, first_unit, 0, 0, 0};
   weights.open_unit(units);
 #pragma unroll
   for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next(units, ring);
-  for (int unit = first_unit; unit < units.count; unit += units.apart) {
+  for (int unit = first_unit; unit < units.end; unit += WARPS) {
     const int active = unit / row_tiles, row_tile = unit % row_tiles, end = active_end[active];
     for (int begin = active_begin[active]; begin < end; begin += MAX_TILES * 8) {
       const int count = min(MAX_TILES * 8, end - begin);

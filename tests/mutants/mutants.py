@@ -148,7 +148,7 @@ TEMPLATES = [
         ("the next step's inputs are this one's", "load_inputs(min(step + 1, STEPS - 1));", "load_inputs(min(step, STEPS - 1));"),
         ("words of a half exchanged", "half ? four.w : four.y", "half ? four.y : four.w"),
         ("reads inputs beyond an odd half", "        if (COLS % 64 != 0 && step * 64 + half * 32 >= COLS) break;\n", ""),
-        ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
+        ("wrong token column", "assignments[begin + t * 8 + lane / 4]", "assignments[begin + t * 8 + lane % 8 % count]"),
         (
             "rows 8 to 15 get those of 0 to 7",
             "out[n + 8] = from_float<{{ p.out }}>(sum[t][i + 2])",
@@ -169,7 +169,11 @@ TEMPLATES = [
         ("reads the slot that is filled", "return ring + slot * STAGE_BYTES;", "return ring + (slot + SLOTS - 1) % SLOTS * STAGE_BYTES;"),
         ("a tile is read once for any number of tokens", "if (--readings == 0)", "if (true)"),
         ("streams the first expert's tiles", "(size_t)units.active_expert[active]", "(size_t)units.active_expert[0]"),
-        ("units of the last expert left out", "*num_active * row_tiles,", "max(*num_active - 1, 1) * row_tiles,"),
+        (
+            "units of the last block left out",
+            "(int)(units_of_all * (blockIdx.x + 1) / gridDim.x)",
+            "(int)(units_of_all * min(blockIdx.x + 1, gridDim.x - 1) / gridDim.x)",
+        ),
         (
             "accumulators of rows 8 to 15 not cleared",
             "sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;",
