@@ -371,10 +371,13 @@ def _summary(report: Generated, engine: Engine) -> str:
     ]
     if report.budget == "auto" and report.budgets:
         lines.append("budgets: " + ", ".join(f"{use.budget} in {use.forwards} forwards" for use in report.budgets))
-    if not report.interrupted:
-        lines.append(f"rounds recorded{' and measured' if report.budget == 'auto' else ''} in {times.prepare:.2f} s")
-        if times.first_token is not None:
-            lines[-1] += f"; the first token came {times.first_token:.1f} s after the process began"
+    began = []
+    if not report.interrupted and (report.budget == "auto" or times.prepare >= 0.005):  # less shows as 0.00: nothing to record there
+        began.append(f"rounds recorded{' and measured' if report.budget == 'auto' else ''} in {times.prepare:.2f} s")
+    if not report.interrupted and times.first_token is not None:
+        began.append(f"the first token came {times.first_token:.1f} s after the process began")
+    if began:
+        lines.append("; ".join(began))
     if report.exact is not None:
         lines.append(f"same tokens and cache bits as plain decoding: {'yes' if report.exact else 'NO'}")
     return "\n".join(lines)

@@ -92,7 +92,7 @@ def main() -> None:
             rows.append(row)
             print(f"{row.method:12} {row.mean:6.2f} tokens a forward, {row.rounds} rounds", file=sys.stderr, flush=True)
     except KdgenError as error:
-        sys.exit(f"error: {error}")
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     report = Report(model.spec.name, engine.backend.description, engine.plan.compute, len(prompts), options.new_tokens, tuple(rows))
     if options.json:
         print(json.dumps({"schema": SCHEMA, **asdict(report)}))

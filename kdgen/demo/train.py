@@ -23,10 +23,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+try:
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import load_file, save_file
+    from torch import Tensor
+except ModuleNotFoundError as missing:
+    if __name__ != "__main__":
+        raise
+    print(f"kdgen.demo.train: error: {missing.name} is not installed: pip install 'kdgen[train]'", file=sys.stderr)
+    sys.exit(2)
 
 from kdgen.config import published_config
 from kdgen.demo import corpus
@@ -39,6 +45,7 @@ from kdgen.demo.target import Parameters, Target
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.draft_config import published_draft_config
 from kdgen.draft_spec import DraftSpec
+from kdgen.errors import KdgenError
 from kdgen.spec import Spec, load_spec
 from kdgen.weights.quantize import quantize_model
 
@@ -274,7 +281,9 @@ def held_out_loss(target: Target, text: corpus.Text, settings: Settings) -> floa
 
 
 def train(settings: Settings, spec: Spec) -> None:
-    """All of it; what is done already is not done again."""
+    """All of it; what is done already is not done again. Raises KdgenError when the spec has no drafter."""
+    if spec.draft is None:
+        raise KdgenError(f"{spec.name} has no drafter to train: its spec needs a draft: section")
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     text = corpus.Text.load()
@@ -285,7 +294,6 @@ def train(settings: Settings, spec: Spec) -> None:
         loss = held_out_loss(target, text, settings)
         file.write(json.dumps({"run": "held out", "step": settings.steps, "loss": round(loss, 5)}) + "\n")
     print(f"held-out loss {loss:.4f} nats a byte", file=sys.stderr)
-    assert spec.draft is not None
     export(spec, target, train_drafter(spec.draft, target, text, settings), text, settings)
 
 
@@ -298,8 +306,11 @@ def main() -> None:
         if name != "out":
             parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="(%(default)s)")
     arguments = vars(parser.parse_args())
-    spec = load_spec(arguments.pop("spec"))
-    train(Settings(**arguments), spec)
+    try:
+        spec = load_spec(arguments.pop("spec"))
+        train(Settings(**arguments), spec)
+    except KdgenError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

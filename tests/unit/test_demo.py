@@ -4,6 +4,8 @@ where it stopped."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +107,28 @@ def test_prompts_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
+
+
+def test_training_without_torch_says_what_to_install() -> None:
+    without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('kdgen.demo.train', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kdgen.demo.train: error: torch is not installed: pip install 'kdgen[train]'\n"
+
+
+def test_training_wants_a_drafter(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="training needs torch: pip install kdgen[train]")
+    from kdgen.demo.train import Settings, train
+
+    with pytest.raises(KdgenError, match="tiny has no drafter to train"):
+        train(Settings(tmp_path / "out"), load_spec("tiny"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_acceptance_of_a_folder_that_is_none(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kdgen.demo.acceptance", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (2, "") and "nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")
