@@ -15,12 +15,14 @@ from kdgen.model import shorten
 from kdgen.plan.ir import MAX_NODES, Compute
 from kdgen.spec import Spec, load_spec
 
+CONTEXT = 4096  #: tokens in the cache, unless told
+
 
 @click.command("plan")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--gpu", default="h200", show_default=True, help=f"The GPU: {', '.join(each.name for each in gpu_models())}.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
-@click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens in the cache.")
+@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
 @click.option("--nodes", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Nodes of a draft tree.")
 @click.option("--acceptance", type=float, default=0.8, show_default=True, help="How often the draft's best token is right, at each depth.")
 @click.option("--layers", type=click.IntRange(min=1), help="The first so many layers only.")
@@ -28,7 +30,7 @@ from kdgen.spec import Spec, load_spec
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw speed-up over tree size.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.plan/1).")
 def command(
-    spec_name: str, gpu: str, tp: int, context: int, nodes: int, acceptance: float, layers: int | None, dtype: Compute | None,
+    spec_name: str, gpu: str, tp: int, context: int | None, nodes: int, acceptance: float, layers: int | None, dtype: Compute | None,
     plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """What SPEC (a shipped name, a YAML file, or a published model's folder) needs on --tp GPUs: memory, and by part the bytes and the
@@ -36,6 +38,7 @@ def command(
     spec = _spec(spec_name)
     if layers is not None:
         spec = shorten(spec, layers)
+    context = context or min(CONTEXT, spec.max_position_embeddings)
     found = forecast(spec, gpu_model(gpu), tp, context, nodes, acceptance, dtype)
     if plot is not None:
         write_plot(found, plot)

@@ -135,6 +135,13 @@ def test_every_shipped_spec_has_a_forecast(spec: str) -> None:
     assert "no drafter is described, so drafting costs nothing" in result.stdout
 
 
+def test_the_context_of_a_small_model_is_all_that_it_has() -> None:
+    result = kdgen("demo")
+    assert result.exit_code == 0, result.output
+    assert "demo (bf16) on 1 x H200 SXM, context 2048" in result.stdout
+    assert "context 4096" in kdgen("k26").stdout
+
+
 def test_gpus_have_names_of_their_own() -> None:
     names = [each.name for each in gpu_models()]
     assert len(set(names)) == len(names)
