@@ -37,14 +37,12 @@ struct Shared {
 
 // split bounds are absolute positions, the same for every row
 __device__ __forceinline__ int split_of(int position) {
-  if (position >= 65536) return 96 + (position - 65536) / 2048;
-  if (position >= 16384) return 48 + (position - 16384) / 1024;
+  if (position >= 65536) return 144 + (position - 65536) / 1024;
   if (position >= 8192) return 32 + (position - 8192) / 512;
   return position / 256;
 }
 __device__ __forceinline__ int split_begin(int split) {
-  if (split >= 96) return 65536 + (split - 96) * 2048;
-  if (split >= 48) return 16384 + (split - 48) * 1024;
+  if (split >= 144) return 65536 + (split - 144) * 1024;
   if (split >= 32) return 8192 + (split - 32) * 512;
   return split * 256;
 }

@@ -18,8 +18,7 @@ constexpr int CHUNK = 32;  // splits whose weights a warp makes at a time
 constexpr int MINE = CHUNK / CLASSES;
 
 __device__ __forceinline__ int split_of(int position) {
-  if (position >= 65536) return 96 + (position - 65536) / 2048;
-  if (position >= 16384) return 48 + (position - 16384) / 1024;
+  if (position >= 65536) return 144 + (position - 65536) / 1024;
   if (position >= 8192) return 32 + (position - 8192) / 512;
   return position / 256;
 }

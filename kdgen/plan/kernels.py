@@ -98,13 +98,13 @@ def wgmma_smem(spec: Spec) -> int:
 def attention_splits(spec: Spec, mode: Mode) -> Splits:
     """Small models split early so that their tests cross split bounds.
 
-    With wgmma, where a split costs a whole block's start and its partial values' way through memory, splits grow with the position:
-    one token at a short context is spread over many blocks, and a tree at a long one has few partial values. Measured on an H200
-    (prototypes/mla), splits of 256 keys are best at 4,096 keys for 8 rows and those of 2,048 at 32,768; one row wants shorter ones.
+    With wgmma, where a split costs a block's start and its partial values' way through memory, they grow with the position. On an
+    H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28 and
+    31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
     """
     if mode.wgmma:
         large = spec.kv_lora_rank >= 256
-        return Splits.growing((0, 256), (8192, 512), (16384, 1024), (65536, 2048)) if large else Splits.growing((0, 64), (128, 128))
+        return Splits.growing((0, 256), (8192, 512), (65536, 1024)) if large else Splits.growing((0, 64), (128, 128))
     return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
 
 
@@ -130,7 +130,7 @@ def _slices(cols: int) -> int:
 
 def _mma_warps(cols: int) -> int:
     """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where they fill an SM by themselves, 8 below that, so that
-    two blocks share an SM and rows are dealt out more evenly (H200, 2048 inputs: 6.0 µs instead of 8.8).
+    two blocks share an SM and rows are dealt out more evenly (H200, 2048 inputs, 8 rows: 9.8 µs instead of 10.8; 1 row the same).
     """
     steps = cols // 16
     most = 16 if steps >= 384 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
