@@ -378,6 +378,17 @@ def write_if_different(path: Path, text: str) -> bool:
     return True
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all; a pipe or a terminal takes it, too. Raises KdgenError when it cannot be written."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_if_different(path, text)
+    except OSError as error:
+        raise KdgenError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 def orphans(folder: Path, generated: Generated) -> list[Path]:
     """Files in ``folder`` that kdgen generated and ``generated`` has no longer. A .cu that is somebody else's is not one."""
     return [path for path in sorted(folder.glob("*.cu")) if path.name not in generated.texts and _is_ours(path)]

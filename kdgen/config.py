@@ -343,7 +343,7 @@ def load_config(path: str | Path) -> Spec:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), file.name)
+    return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), str(file))
 
 
 def published_quantization(quantization: Quantization) -> dict[str, Any]:

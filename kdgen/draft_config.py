@@ -72,7 +72,7 @@ def load_draft_config(path: str | Path) -> DraftSpec:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    return parse_draft_config(read_text(file, MAX_JSON_BYTES), file.name)
+    return parse_draft_config(read_text(file, MAX_JSON_BYTES), str(file))
 
 
 def published_draft_config(draft: DraftSpec) -> dict[str, Any]:

@@ -60,11 +60,12 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command and turn what it raises into the exit codes above."""
-        from kdgen.cli.output import printable  # not for --help
+        from kdgen.cli.output import printable, take_any_character  # not for --help
 
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed before the start
                 setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+            take_any_character(getattr(sys, name))
         try:
             with _ended_in_order():
                 result: object = super().invoke(ctx)

@@ -9,7 +9,8 @@ import click
 from kdgen.backends import open_backend
 from kdgen.bench import BenchReport, StepTime, measure, measure_parts
 from kdgen.bench_plot import plot
-from kdgen.cli.output import emit_json, emit_table, status
+from kdgen.build import write_whole
+from kdgen.cli.output import check_writable, emit_json, emit_table, status
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.model import random_model
@@ -62,6 +63,7 @@ def command(
         raise KdgenError(f"--plot draws SVG: {picture} must end in .svg")
     if picture is not None and not kernels:
         raise KdgenError("--plot shows kernels: leave out --no-kernels")
+    check_writable(picture)
     with status() as say:
         say("opening the GPU")
         backend = open_backend("cuda")
@@ -77,7 +79,7 @@ def command(
         report = measure(engine, contexts, nodes, say, kernels)
         report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)
     if picture is not None:
-        picture.write_text(plot(report), encoding="utf-8")
+        write_whole(picture, plot(report))
     if as_json:
         emit_json("kdgen.bench/1", report)
     else:

@@ -46,6 +46,8 @@ def command(
             raise click.UsageError(
                 f"{option} is for the model that comes with kdgen: leave out SPEC" if spec_name else f"{option} needs a SPEC"
             )
+    if sum((prompt is not None, list_prompts, ctx.get_parameter_source("prompt_number") is ParameterSource.COMMANDLINE)) > 1:
+        raise click.UsageError("--prompt, --prompt-number and --list-prompts do not go together: give one of them")
     if spec_name:
         from kdgen.cli import demo_random
 

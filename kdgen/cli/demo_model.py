@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kdgen.cli.demo_random import note_on_times
 from kdgen.cli.output import console, emit_json, emit_table, status
+from kdgen.cli.prompts import as_given, in_utf8, warn_of_room
 from kdgen.cli.streaming import Live, harmless, to_nowhere
 from kdgen.cli.tree_picture import Node, accepted, draw, guessed, last_tree
 from kdgen.decode import Decoded, decode_plain, decode_tree
@@ -111,6 +112,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
     spec, tokenizer = model.spec, load_tokenizer(model.text)
     prompt = _prompt(given, tokenizer)
     context = context_for(spec, len(prompt.tokens), given.max_new_tokens)
+    warn_of_room(context, len(prompt.tokens), given.max_new_tokens)
     with status() as say:
         say("generating and compiling kernels (kept for the next time)")
         engine = open_engine(model, context, given.dtype, given.backend).engine
@@ -170,7 +172,7 @@ def _prompt(given: Given, tokenizer: Tokenizer) -> Prompt:
     if given.prompt is not None:
         if not given.prompt:
             raise KdgenError("--prompt: the prompt is empty: give it some text, or leave it out")
-        return Prompt("", 0, tokenizer.encode(given.prompt, begin=True))
+        return Prompt("", 0, tokenizer.encode(in_utf8(as_given(given.prompt), "--prompt"), begin=True))
     prompts = read_prompts(demo_dir() / "prompts.json")
     if given.prompt_number > len(prompts):
         raise KdgenError(
@@ -214,7 +216,8 @@ def _print(report: Demo, tokenizer: Tokenizer) -> None:
         [(way.method, str(way.forwards), f"{way.tokens_per_forward:.2f}", f"{way.seconds:.2f}") for way in report.ways],
         right=(1, 2, 3),
     )
-    click.echo("\nnodes accepted in a step, the root included, and in how many steps")
+    if report.histogram:
+        click.echo("\nnodes accepted in a step, the root included, and in how many steps")
     most = max(report.histogram, default=1)
     for length, count in enumerate(report.histogram, 1):
         click.echo(f"{length:4} {'█' * -(-count * BAR // most)} {count}")

@@ -18,8 +18,8 @@ import numpy as np
 
 from kdgen import __version__
 from kdgen.backends import backend_names
-from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
-from kdgen.cli.prompts import encode_prompt, read_prompt, read_text
+from kdgen.cli.output import byte_progress, emit_json, size_text, status
+from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
 from kdgen.decode import Decoded, Decoder, decode_plain
@@ -241,8 +241,8 @@ def command(
         else:
             tokens = _from_first(group, encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size))
         room = context_for(spec, len(tokens), max_new_tokens, context)
-        if len(tokens) + max_new_tokens > room and not rank:
-            warn(f"a context of {room} holds {room - len(tokens)} new tokens after this prompt, not {max_new_tokens}")
+        if not rank:
+            warn_of_room(room, len(tokens), max_new_tokens)
         stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
         with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
             opened = open_engine(opened_model, room, dtype, backend, seed, bar, group)

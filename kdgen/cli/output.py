@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
+import errno
+import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +18,14 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from kdgen.errors import KdgenError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
+
+
+NARROWEST = 60  #: columns that tables and trees are laid out for at least; a narrower terminal breaks their lines
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -24,16 +33,42 @@ def console(stream: TextIO | None = None) -> Console:
     from rich.console import Console
 
     file = stream or sys.stdout
-    return Console(file=file, highlight=False, markup=False, emoji=False, width=None if file.isatty() else 1000)
+    out = Console(file=file, highlight=False, markup=False, emoji=False, width=None if file.isatty() else 1000)
+    if stream is None and out.width < NARROWEST:  # rich leaves out what does not fit; status lines on stderr may be cut
+        out.width = NARROWEST
+    return out
+
+
+def take_any_character(stream: TextIO) -> None:
+    """See to it that no character ends a command: one that the locale's encoding lacks is written as an escape. ASCII becomes UTF-8,
+    for a terminal with no locale set nearly always knows it; click writes so, too."""
+    if not isinstance(stream, io.TextIOWrapper) or _speaks_utf8(stream):
+        return
+    if codecs.lookup(stream.encoding).name == "ascii":
+        stream.reconfigure(encoding="utf-8")
+    else:
+        stream.reconfigure(errors="backslashreplace")
+
+
+def check_writable(file: Path | None) -> None:
+    """Raises KdgenError when ``file`` cannot be written later, so that long work is not done in vain."""
+    if file is None:
+        return
+    folder = file.parent
+    if not folder.is_dir():
+        raise KdgenError(f"{file}: cannot be written: there is no folder {folder}")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise KdgenError(f"{file}: cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def emit_json(schema: str, report: DataclassInstance) -> None:
     """``report`` on stdout as one JSON object. ``schema`` (``kdgen.<command>/<version>``) comes first, with a version for readers.
 
-    Numbers that JSON does not know (NaN, infinity) are null; bytes of a path that are no UTF-8 are escaped.
+    Numbers that JSON does not know (NaN, infinity) are null; bytes of a path that are no UTF-8 are escaped, and so is all that is not
+    ASCII where stdout does not speak UTF-8.
     """
     values = _finite({"schema": schema, **dataclasses.asdict(report)})
-    text = json.dumps(values, indent=2, default=_plain, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(values, indent=2, default=_plain, ensure_ascii=not _speaks_utf8(sys.stdout), allow_nan=False)
     click.echo(re.sub("[\ud800-\udfff]", lambda lone: f"\\u{ord(lone[0]):04x}", text))
 
 
@@ -112,6 +147,10 @@ def size_text(count: int) -> str:
 def printable(text: str) -> str:
     """``text`` with everything a terminal could obey written as an escape: names in files are not ours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _speaks_utf8(stream: TextIO) -> bool:
+    return codecs.lookup(stream.encoding or "ascii").name.startswith("utf-")
 
 
 def _finite(value: object) -> object:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kdgen.build import write_whole
 from kdgen.cli.output import emit_json, emit_table, size_text
 from kdgen.config import load_config
 from kdgen.errors import KdgenError
@@ -35,6 +36,8 @@ def command(
 ) -> None:  # fmt: skip
     """What SPEC (a shipped name, a YAML file, or a published model's folder) needs on --tp GPUs: memory, and by part the bytes and the
     floor of a step's time; and what draft trees should gain. From the plan alone, so on any machine."""
+    if plot is not None and plot.suffix != ".svg":
+        raise KdgenError(f"--plot draws SVG: {plot} must end in .svg")
     spec = _spec(spec_name)
     if layers is not None:
         spec = shorten(spec, layers)
@@ -145,7 +148,4 @@ def write_plot(found: Forecast, file: Path) -> None:
         parts.append(f'<text x="{right + 4}" y="{free:.1f}" fill="{colours[acceptance]}">accepted {acceptance:g}</text>')
     parts.append(f'<circle cx="{x(found.best.nodes):.1f}" cy="{y(found.best.speedup):.1f}" r="4" fill="{_CHOSEN}"/>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 8}">nodes of a tree; floors, not measurements</text></svg>\n')
-    try:
-        file.write_text("\n".join(parts), encoding="utf-8")
-    except OSError as error:
-        raise KdgenError(f"{file}: cannot be written: {error.strerror or error}") from None
+    write_whole(file, "\n".join(parts))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kdgen.cli.output import warn
 from kdgen.errors import KdgenError
 from kdgen.fields import show
 from kdgen.tokenizer import TextFiles, Tokenizer
@@ -53,14 +54,30 @@ def read_text(option: str | None) -> str:
         content: bytes = sys.stdin.buffer.read()
         content = content.removesuffix(b"\n").removesuffix(b"\r")  # the newline that echo and editors put at an end
     else:
-        content = option.encode("utf-8", "surrogateescape")  # as the shell gave it
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise KdgenError(f"{where}: the prompt is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from None
+        content = as_given(option)
+    text = in_utf8(content, where)
     if not text:
         raise KdgenError(f"{where}: the prompt is empty: give --prompt TEXT or --prompt-ids IDS, or pipe text in")
     return text
+
+
+def as_given(option: str) -> bytes:
+    """An option's bytes, as the shell gave them."""
+    return option.encode("utf-8", "surrogateescape")
+
+
+def in_utf8(content: bytes, where: str) -> str:
+    """The prompt's text; raises KdgenError, naming ``where`` it stands, when it is no UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KdgenError(f"{where}: the prompt is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from None
+
+
+def warn_of_room(context: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Say so when ``context`` ends before all new tokens are decoded."""
+    if prompt_tokens + new_tokens > context:
+        warn(f"a context of {context} holds {context - prompt_tokens} new tokens after this prompt, not {new_tokens}")
 
 
 def encode_prompt(files: TextFiles, tokenizer: Tokenizer, text: str, chat: bool, system: str | None, vocab_size: int) -> tuple[int, ...]:

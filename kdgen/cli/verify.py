@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from kdgen.backends import backend_names
-from kdgen.cli.output import console, emit_json, status
+from kdgen.cli.output import check_writable, console, emit_json, status
 from kdgen.plan.ir import Compute
 from kdgen.verify.report import SCHEMA, print_report
 
@@ -43,7 +44,11 @@ def command(
             raise click.UsageError("--fuzz draws situations for one SPEC at a time")
         if compute is not None and not specs:
             raise click.UsageError("--fuzz draws the compute type, too; give --dtype with a SPEC only")
+        check_writable(save)
         ctx.exit(_fuzz(specs, backend, compute, models, seed, jobs, save, as_json))
+    if save is not None or jobs is not None or ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--save, --jobs and --seed belong to --fuzz")
+    check_writable(page)
     from kdgen.verify.page import write_page
     from kdgen.verify.run import verify
 

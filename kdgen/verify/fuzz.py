@@ -9,18 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 from rich.console import Console
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
+from kdgen.build import write_whole
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
@@ -215,6 +217,19 @@ def _open(name: str | None) -> None:
         _backend = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
     signal.signal(signal.SIGTERM, _leave)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A parent that is killed tells nobody; without it the process would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    patience = perf_counter() + _PATIENCE_SECONDS
+    while perf_counter() < patience:
+        os.kill(os.getpid(), signal.SIGTERM)  # again and again: the pool takes one as the outcome of a case
+        sleep(0.2)
+    os._exit(2)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -314,5 +329,5 @@ def _write_failure(outcome: Outcome, save: Path | None, backend_name: str | None
         f"# {case.situation.slots} cache slabs, context {case.situation.context}, steps of {case.situation.max_tokens} tokens; requests:",
         *requests,
     ]  # fmt: skip
-    path.write_text("\n".join(lines) + "\n" + case.spec.to_yaml(), encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n" + case.spec.to_yaml())
     return Failure(case.seed, problem, str(path), command)

@@ -13,8 +13,7 @@ import jinja2
 import numpy as np
 
 from kdgen import __version__
-from kdgen.build import write_if_different
-from kdgen.errors import KdgenError
+from kdgen.build import write_whole
 from kdgen.verify.report import Check, Report, groups
 
 ROW, LABEL, WIDTH, AXIS = 17, 150, 620, 26  #: of a plot, in its own units: a row's height, the labels' width, the axis's length
@@ -60,14 +59,7 @@ class Reference:
 
 def write_page(report: Report, path: Path) -> None:
     """Write ``report`` to ``path``, whole or not at all. Raises KdgenError when it cannot be written."""
-    page = render_page(report)
-    try:
-        if path.exists() and not path.is_file():  # a pipe, a terminal
-            path.write_text(page, encoding="utf-8")
-        else:
-            write_if_different(path, page)
-    except OSError as error:
-        raise KdgenError(f"{path}: cannot be written: {error.strerror or error}") from None
+    write_whole(path, render_page(report))
 
 
 def render_page(report: Report) -> str:

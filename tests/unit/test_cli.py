@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 from kdgen import __version__
 from kdgen.cli import LazyGroup, main
 from kdgen.cli import doctor as doctor_module
-from kdgen.cli.output import emit_json, emit_table, printable, progress, size_text
+from kdgen.cli.output import check_writable, emit_json, emit_table, printable, progress, size_text
 from kdgen.errors import KdgenError
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, write_kdtr
 
@@ -145,6 +146,26 @@ def test_closed_streams_are_no_traceback(file: Path, closed: str) -> None:
     assert (process.returncode, process.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("encoding", "said"), [("ascii", "größe✓😀"), ("latin-1", "größe\\u2713\\U0001f600"), ("utf-8", "größe✓😀")])
+def test_no_encoding_ends_a_command(encoding: str, said: str) -> None:
+    script = """
+from kdgen.cli import doctor, main
+from kdgen.cli.output import console
+
+def examine():
+    print("größe✓😀")
+    console().print("größe✓😀")
+    raise SystemExit
+
+doctor.examine = examine
+main(["doctor"], prog_name="kdgen")
+"""
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    process = subprocess.run([sys.executable, "-X", "utf8", "-c", script], capture_output=True, env=environment)
+    written = "utf-8" if encoding == "ascii" else encoding
+    assert (process.returncode, process.stdout.decode(written), process.stderr) == (0, 2 * f"{said}\n", b"")
+
+
 def test_inspect(file: Path, tmp_path: Path) -> None:
     table = kdgen("inspect", str(file))
     assert table.exit_code == 0
@@ -229,6 +250,46 @@ def test_json_is_json_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert json.loads(out) == {"schema": "kdgen.test/1", "path": "caf\udcff\u00e9", "errors": [1.5, None, None]}
     out.encode()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_json_speaks_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Found:
+        text: str
+
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    emit_json("kdgen.test/1", Found("é✓😀"))
+    out.flush()
+    written = out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert json.loads(written.decode(encoding))["text"] == "é✓😀" and written.isascii() == (encoding != "utf-8")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20"])
+def test_a_terminal_too_narrow_loses_nothing(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", columns)
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    emit_table(("kernel", "seconds"), [("mla_attention", "1.25")])
+    assert "mla_attention" in out.getvalue() and "1.25" in out.getvalue()
+
+
+def test_where_a_result_cannot_go(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    check_writable(None)
+    check_writable(file)
+    check_writable(Path("report.html"))
+    with pytest.raises(KdgenError, match=r"none/report\.html: cannot be written: there is no folder .*none"):
+        check_writable(tmp_path / "none" / file.name)
+    if os.name == "posix" and os.geteuid() != 0:  # root may write everywhere
+        tmp_path.chmod(0o500)
+        with pytest.raises(KdgenError, match="Permission denied"):
+            check_writable(file)
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,17 @@ def test_what_it_prints(cpu_backend: Backend) -> None:
     assert "same tokens: yes; same bits in every cache row: yes." in result.stdout and "\x1b" not in result.output
 
 
+def test_a_single_token_has_no_steps(cpu_backend: Backend) -> None:
+    result = demo("--backend", "cpu", "--max-new-tokens", "1", "--prompt", "x")
+    assert result.exit_code == 0 and "nodes accepted" not in result.stdout and "same tokens: yes" in result.stdout
+
+
+def test_a_context_that_ends_early_is_said(cpu_backend: Backend) -> None:
+    result = demo("--backend", "cpu", "--max-new-tokens", "20", "--prompt", "x" * 2040)
+    assert result.exit_code == 0
+    assert result.stderr == "kdgen: warning: a context of 2048 holds 8 new tokens after this prompt, not 20\n"
+
+
 def test_held_out_prompts() -> None:
     prompts = read_prompts(demo_dir() / "prompts.json")
     listed = json.loads(demo("--list-prompts", "--json").stdout)["prompts"]
@@ -85,6 +96,9 @@ def test_a_difference_is_a_finding(cpu_backend: Backend, monkeypatch: pytest.Mon
         (("--prompt", ""), "--prompt: the prompt is empty"),
         (("--prompt-number", "100000"), "--prompt-number: there are"),
         (("--prompt-number", "0"), "--prompt-number"),
+        (("--prompt", "x", "--prompt-number", "2"), "--prompt, --prompt-number and --list-prompts do not go together"),
+        (("--prompt", "x", "--list-prompts"), "do not go together"),
+        (("--prompt", os.fsdecode(b"a\xff")), "--prompt: the prompt is no text in UTF-8: byte 1 is 0xff"),
         (("--prompt", "x" * 3000), "leaves no room in a context of 2048"),
         (("tiny", "--tree"), "--tree is for the model that comes with kdgen: leave out SPEC"),
         (("--draft", "ngram"), "--draft needs a SPEC"),

@@ -155,6 +155,7 @@ def test_gpus_have_names_of_their_own() -> None:
         (["k26", "--tp", "3"], "3 ranks cannot share it"),
         (["k26", "--acceptance", "1"], "an acceptance lies between 0 and below 1"),
         (["tiny", "--context", "4096"], "exceeds max_position_embeddings 1024"),
+        (["k26", "--plot", "x.png"], "--plot draws SVG: x.png must end in .svg"),
         (["nothing"], "neither a file nor a shipped spec"),
         (["k26", "--plot", "/no/such/folder/x.svg"], "cannot be written"),
     ],

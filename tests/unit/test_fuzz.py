@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +91,18 @@ def _copy_templates(target: Path, name: str, right: str, wrong: str) -> None:
         text = file.read_text()
         (target / "kernels" / file.name).write_text(text.replace(right, wrong) if file.name == name else text)
         assert file.name != name or right in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_no_process_outlives_one_that_was_killed() -> None:
+    """They hold its stderr, which ends when the last of them does."""
+    script = "from kdgen.cli import main; main(prog_name='kdgen')"
+    command = [sys.executable, "-c", script, "verify", "--fuzz", "500", "--jobs", "2", "--backend", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    time.sleep(4)
+    assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=15)
 
 
 def test_options_that_do_not_go_together() -> None:

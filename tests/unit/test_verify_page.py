@@ -41,3 +41,20 @@ def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kdgen.verify.run, "all_checks", lambda *_: iter(CHECKS))
     assert kdgen.verify.run.verify(["tiny"], "cpu", fail_fast=True).checks == CHECKS[:2]
     assert kdgen.verify.run.verify(["tiny"], "cpu").checks == CHECKS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["tiny", "--report", "/no/such/folder/page.html"],
+            "page.html: cannot be written: there is no folder /no/such/folder",
+        ),
+        (["--fuzz", "1", "--save", "/no/such/folder/x.yaml"], "/no/such/folder/x.yaml: cannot be written"),
+        (["tiny", "--save", "x.yaml"], "--save, --jobs and --seed belong to --fuzz"),
+        (["tiny", "--seed", "0"], "belong to --fuzz"),
+    ],
+)
+def test_what_would_be_in_vain_is_refused_first(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["verify", *arguments], prog_name="kdgen")
+    assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
