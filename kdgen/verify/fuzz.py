@@ -211,11 +211,11 @@ _backend: Backend | KdgenError | None = None  # of a worker process, opened once
 
 def _open(name: str | None) -> None:
     global _backend
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
     try:
         _backend = open_backend(name, threads=1)
     except KdgenError as error:
         _backend = error
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 

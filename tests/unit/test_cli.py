@@ -262,7 +262,7 @@ def test_json_speaks_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stdout", out)
     emit_json("kdgen.test/1", Found("é✓😀"))
     out.flush()
-    written = out.buffer.getvalue()  # type: ignore[attr-defined]
+    written = out.buffer.getvalue()
     assert json.loads(written.decode(encoding))["text"] == "é✓😀" and written.isascii() == (encoding != "utf-8")
 
 
