@@ -20,7 +20,8 @@ FULL = Situation(
         RequestDraw(2, 33, 9, 3, "replay", 0.2, 63, 16, None, Sampling(1.0, seed=9), 0),
     ),
 )  # fmt: skip
-INT4, _, ODD_DIMS = variants()
+VARIANTS = {spec.name: spec for spec in variants()}
+INT4, ODD_DIMS = VARIANTS["tiny-int4"], VARIANTS["tiny-odd"]
 
 
 @unshrunk

@@ -16,13 +16,13 @@ RMSNORM = next(rendered for rendered in render(PLAN) if rendered.kernel.name == 
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
-        ("begin_after_previous_kernel();", "", "waits 0 times"),
+        ("wait_for_previous_kernel();", "", "waits 0 times"),
         (
-            "begin_after_previous_kernel();",
-            "if (*num_tokens == 0) return; begin_after_previous_kernel();",
+            "wait_for_previous_kernel();",
+            "if (*num_tokens == 0) return; wait_for_previous_kernel();",
             "has *num_tokens before it waits",
         ),
-        ("begin_after_previous_kernel();", "if (blockIdx.x) return; begin_after_previous_kernel();", "has return before it waits"),
+        ("wait_for_previous_kernel();", "if (blockIdx.x) return; wait_for_previous_kernel();", "has return before it waits"),
         ("square_sum = warp_sum(square_sum);", "atomicAdd(&total, square_sum);", "atomic operation atomicAdd"),
         ("1.0f / sqrtf(", "__frsqrt_rn(", "inexact function __frsqrt_rn"),
     ],
