@@ -30,7 +30,7 @@ GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 def check_router_topk(bench: Bench) -> None:
     """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
     p, most = bench.p, max(bench.tokens)
-    bias = (bench.rng.integers(-1, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
+    bias = (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
     logits = np.stack([_router_row(bench, row, bias) for row in range(most)])
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:

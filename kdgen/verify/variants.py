@@ -44,7 +44,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "tiny-wgmma": {
         "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
-        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 40,
         "vocab_size": 128, "rope_scaling": _YARN,
     },
     "tiny-odd": {

@@ -147,7 +147,7 @@ TEMPLATES = [
         ("offset of half the inputs", "          mma_m16n8k16_bf16(group_sum, offset, b1);\n", ""),
         ("the next step's inputs are this one's", "load_inputs(min(step + 1, STEPS - 1));", "load_inputs(min(step, STEPS - 1));"),
         ("words of a half exchanged", "half ? four.w : four.y", "half ? four.y : four.w"),
-        ("reads inputs beyond an odd half", "        if (COLS % 64 != 0 && step * 64 + half * 32 >= COLS) break;\n", ""),
+        ("reads inputs beyond an odd half", "      if (COLS % (PARTS * PART_INPUTS) != 0 && k >= COLS) break;\n", ""),
         ("wrong token column", "assignments[begin + t * 8 + lane / 4]", "assignments[begin + t * 8 + lane % 8 % count]"),
         (
             "rows 8 to 15 get those of 0 to 7",
@@ -220,10 +220,9 @@ TEMPLATES = [
             "no barrier before the next tile's sums come",
             "    if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are\n",
             "",
-            "checker",
         ),
         ("no barrier before the warps are joined", "= sum[i / 4][i % 4];\n    __syncthreads();\n", "= sum[i / 4][i % 4];\n"),
-        ("one buffer of sums for every tile", "shared->partial + buffer * TILES", "shared->partial", "checker"),
+        ("one buffer of sums for every tile", "shared->partial + buffer * TILES", "shared->partial"),
         ("waits for one stage too few", "cp_async_wait<SLOTS - 2>();", "cp_async_wait<SLOTS - 1>();", "checker"),
         ("leaves with copies under way", "    cp_async_wait<0>();\n    return;", "    return;", "checker"),
         (
@@ -376,7 +375,7 @@ TEMPLATES = [
     *_in(
         "moe_sort",
         ("the last warp's experts are not counted", "    all += warp_total[w];\n", "    if (w < WARPS - 1) all += warp_total[w];\n"),
-        ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", "", "checker"),
+        ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", ""),
         ("no barrier before the warps are joined", "= sum;\n  __syncthreads();\n", "= sum;\n"),
         ("lists one assignment late", "if (four.y == e) assignments[next[r]++]", "if (four.y == e) assignments[++next[r]]"),
         ("the tile is read before it is there", " : -1;\n    __syncthreads();\n    for", " : -1;\n    for"),
