@@ -4,7 +4,7 @@ They give the same tokens, greedy or sampled."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -38,6 +38,11 @@ class Decoded:
     prepare_seconds: float = 0.0
     budgets: tuple[int, ...] = ()
 
+    @property
+    def tokens_per_forward(self) -> float:
+        """The first token comes from the prompt's forward, which is not counted."""
+        return (len(self.tokens) - 1) / self.target_forwards if self.target_forwards else 0.0
+
 
 #: Called with the new tokens of each step as they are decided, the first after the prompt; a loop ends with whatever it raises.
 Emit = Callable[[tuple[int, ...]], None]
@@ -45,6 +50,17 @@ Emit = Callable[[tuple[int, ...]], None]
 
 #: Makes what chooses each round's budget, when the prompt is there; called with the token after it.
 Choose = Callable[[int], Budgets]
+
+
+def through_stop(tokens: Sequence[int], stops: Container[int]) -> tuple[int, ...]:
+    """``tokens`` up to the first of ``stops``, which is kept: a tree may go on behind it."""
+    return tuple(tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))])
+
+
+def same_rows(plain: NDArray[np.generic], drafted: NDArray[np.generic]) -> bool:
+    """Whether cache rows [layers, length, width] are equal by bits as far as ``plain`` goes: a tree that holds a stop token may have
+    committed more behind it."""
+    return plain.tobytes() == drafted[:, : plain.shape[1]].tobytes()
 
 
 def _ignore(tokens: tuple[int, ...]) -> None:
@@ -147,10 +163,9 @@ def decode_tree(
         if proposal.depths:  # a drafter with nothing to say shows nothing
             chooser.observe(budgets[-1], [row - step.rows[0] for row in step.rows], _log_probs(proposal))
         lengths.append(len(step.accepted))
-        new = (*step.accepted[1:], step.next_token)
-        end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))  # a tree may go on behind a stop
-        tokens += new[:end]
-        emit(new[:end])
+        new = through_stop((*step.accepted[1:], step.next_token), stops)
+        tokens += new
+        emit(new)
     seconds = time.perf_counter() - prepared
     return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, seconds, prepared - preparing, tuple(budgets))
 
@@ -202,9 +217,9 @@ def decode_rounds(
             new = done.tokens[: limit - len(tokens)]
             lengths.append(len(new))
             budgets.append(done.budget)
-            end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))
-            tokens += new[:end]
-            emit(new[:end])
+            new = through_stop(new, stops)
+            tokens += new
+            emit(new)
     except BackendError:
         raise  # of a device that failed nothing can be put right
     except BaseException:

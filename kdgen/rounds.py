@@ -78,7 +78,7 @@ class Rounds:
         self._block, self._rows = block, engine.block_rows(block) if block is not None else 0
         if block is None and self.budgets != (0,):
             raise KdgenError("rounds with draft trees need a block from a drafter; without one the budget is 0")
-        self._shapes = {budget: self._shape(budget, block) for budget in self.budgets if block is not None and budget}
+        self._shapes = {budget: self._shape(budget) for budget in self.budgets if budget}
         self._units: dict[tuple[int, int, str], Replay] = {}
         results = ["root_token"]
         if block is not None:
@@ -156,7 +156,7 @@ class Rounds:
         width = min(budget, self.engine.spec.vocab_size, MAX_CANDIDATES)
         return self._block.depths, min(width, self._block.width) if self._block.width else width
 
-    def _shape(self, budget: int, block: BlockDraft) -> DeviceArray:
+    def _shape(self, budget: int) -> DeviceArray:
         depths, width = self._extent(budget)
         return self.engine.backend.to_device(np.array([[depths, width, budget, 1]], np.int32), "i32")  # row 0 is the root's
 

@@ -16,7 +16,7 @@ from kdgen.cli.output import console, emit_json, emit_table, status
 from kdgen.cli.prompts import as_given, in_utf8, warn_of_room
 from kdgen.cli.streaming import Live, harmless, to_nowhere
 from kdgen.cli.tree_picture import Node, accepted, draw, guessed, last_tree
-from kdgen.decode import Decoded, decode_plain, decode_tree
+from kdgen.decode import Decoded, decode_plain, decode_tree, same_rows
 from kdgen.demo.prompts import Prompt, read_prompts
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.errors import KdgenError
@@ -54,8 +54,7 @@ class Way:
 
     @classmethod
     def of(cls, method: str, decoded: Decoded) -> Way:
-        forwards = decoded.target_forwards
-        return cls(method, forwards, (len(decoded.tokens) - 1) / forwards if forwards else 0.0, decoded.decode_seconds)
+        return cls(method, decoded.target_forwards, decoded.tokens_per_forward, decoded.decode_seconds)
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
     with status() as say:
         say("the same again plainly, one token a forward")
         plain = decode_plain(engine, prompt.tokens, given.max_new_tokens, spec.eos_token_id)
-    plain_rows = engine.cache_rows()
-    # a tree that holds the end may have committed more behind it
-    same_bits = plain_rows.tobytes() == rows[:, : plain_rows.shape[1]].tobytes()
+    same_bits = same_rows(engine.cache_rows(), rows)
     counts = Counter(tree.acceptance_lengths)
     report = Demo(
         backend=engine.backend.description,

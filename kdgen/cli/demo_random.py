@@ -23,7 +23,6 @@ from kdgen.weights.random import random_weights
 
 PROMPT_TOKENS = 16
 MOST_WEIGHTS = 4e9  #: bytes
-DRAFTERS = ("replay", "ngram", "random", "adversarial")
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,7 @@ def _drafters(spec: Spec, truth: tuple[int, ...], draft: str | None, error_rate:
 
 
 def _row(method: str, decoded: Decoded, exact: bool) -> Row:
-    # the first token comes from the prefill
-    per_forward = (len(decoded.tokens) - 1) / decoded.target_forwards if decoded.target_forwards else 0.0
-    return Row(method, exact, decoded.target_forwards, per_forward, decoded.decode_seconds)
+    return Row(method, exact, decoded.target_forwards, decoded.tokens_per_forward, decoded.decode_seconds)
 
 
 def _print(report: Demo, engine: Engine, budget: int, block_size: int) -> None:

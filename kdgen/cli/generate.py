@@ -22,7 +22,7 @@ from kdgen.cli.output import byte_progress, emit_json, size_text, status
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
-from kdgen.decode import Decoded, Decoder, decode_plain
+from kdgen.decode import Decoded, Decoder, decode_plain, same_rows
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
@@ -301,9 +301,7 @@ def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[s
     _need_numbers(engine)
     if plain is None or rows is None:
         return decoded, None
-    # a tree that holds a stop token may have committed more behind it
-    same_rows = rows.tobytes() == np.ascontiguousarray(engine.cache_rows()[:, : rows.shape[1]]).tobytes()
-    return decoded, decoded.tokens == plain.tokens and same_rows
+    return decoded, decoded.tokens == plain.tokens and same_rows(rows, engine.cache_rows())
 
 
 def _need_numbers(engine: Engine) -> None:

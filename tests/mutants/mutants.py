@@ -649,14 +649,14 @@ HOST = [
         ),
         (
             "tokens behind a stop are kept",
-            "        tokens += new[:end]\n        emit(new[:end])\n    seconds",
-            "        tokens += new\n        emit(new[:end])\n    seconds",
+            "through_stop((*step.accepted[1:], step.next_token), stops)",
+            "(*step.accepted[1:], step.next_token)",
             "decode",
         ),
         (
             "the accepted root is given out again",
-            "new = (*step.accepted[1:], step.next_token)",
-            "new = (*step.accepted, step.next_token)",
+            "(*step.accepted[1:], step.next_token), stops)",
+            "(*step.accepted, step.next_token), stops)",
             "decode",
         ),
         (
