@@ -24,16 +24,17 @@ from kdgen.bench_parts import (
     peer_times,
     prefill_time,
     round_times,
+    run_step,
     wanted_experts,
 )  # fmt: skip
 from kdgen.bench_peers import Torch, open_torch
 from kdgen.bench_timing import median
 from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
-from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_NODES, Kernel
+from kdgen.plan.ir import MAX_NODES
+from kdgen.plan.least import draft_bytes, kernel_bytes
 from kdgen.resources import templates_dir
 
 NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
@@ -173,12 +174,7 @@ def read_bandwidth(backend: CudaBackend) -> float:
 
 
 def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwidth: float, kernels: bool) -> StepTime:
-    program = "decode" if rows == 1 else "verify"
-    engine.fill(context)
-    if rows > 1:
-        engine.verify(wide_candidates(engine.spec.vocab_size, rows - 1), rows - 1)
-    else:
-        engine.decode()
+    program = run_step(engine, context, rows)
     engine.fill(context)
     work = engine.work(program, rows, context + rows)
     experts = _experts_hit(engine, backend, work)
@@ -198,7 +194,7 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
     work = engine.work("draft", rows, context + rows)
     seconds = median(backend, work)
     times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
-    return StepTime("draft", rows, context, seconds * 1e6, _draft_bytes(engine, draft, context) / bandwidth * 1e6, 0, times)
+    return StepTime("draft", rows, context, seconds * 1e6, draft_bytes(engine.plan, draft, context) / bandwidth * 1e6, 0, times)
 
 
 def _kernels(
@@ -220,7 +216,7 @@ def _kernels(
             once = median(backend, many) / count
             # the kernels before it ran again on what the last layer left: the routing is theirs
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
-            least = sum(_kernel_bytes(engine, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
+            least = sum(kernel_bytes(engine.spec, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
             times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
     return tuple(times)
 
@@ -249,18 +245,6 @@ def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> 
     return hit
 
 
-def _kernel_bytes(engine: Engine, kernel: Kernel, rows: int, context: int, active: int) -> int:
-    cost = kernel.cost
-    if kernel.name == "mla_attention":  # a tree's rows share the cache rows below them
-        return cost.bytes_per_token * (context + rows)
-    if kernel.name == "draft_attention" and engine.spec.draft is not None:  # the mean of its layers
-        return cost.bytes_per_token * sum(_draft_keys(engine.spec.draft, context)) // engine.spec.draft.num_hidden_layers
-    fixed = cost.bytes_fixed
-    if kernel.name.startswith("experts_"):
-        fixed = fixed * active // engine.spec.num_experts_per_tok
-    return fixed + cost.bytes_per_token * rows
-
-
 def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
     """Weights read once (of experts those hit), one embedding row a token, and the cache."""
     plan, spec = engine.plan, engine.spec
@@ -274,17 +258,3 @@ def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
             total += weight.total_bytes
     # what the drafter keeps of the tokens
     return total + sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))
-
-
-def _draft_keys(draft: DraftSpec, context: int) -> list[int]:
-    """Keys that a block sees in each layer."""
-    windows = [draft.window(layer) for layer in range(draft.num_hidden_layers)]
-    return [min(context, window - 1 if window else context) + draft.block_size for window in windows]
-
-
-def _draft_bytes(engine: Engine, draft: DraftSpec, context: int) -> int:
-    """The drafter's weights but fc, which belongs to committed tokens, the target's head, and the draft cache."""
-    plan = engine.plan
-    weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
-    head = next(weight.total_bytes for weight in plan.weights if weight.name == "lm_head")
-    return weights + head + sum(_draft_keys(draft, context)) * 2 * draft.key_width * (2 if plan.compute == "bf16" else 4)

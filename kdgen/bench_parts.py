@@ -17,6 +17,7 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
+from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
 from kdgen.rounds import Rounds, budgets_for
 
@@ -83,11 +84,19 @@ class PrefillTime:
     matrix_rate: float
 
 
+def run_step(engine: Engine, context: int, rows: int) -> str:
+    """A step of ``rows`` rows behind ``context`` made-up tokens, after which its kernels can run again by themselves; its program."""
+    engine.fill(context)
+    if rows == 1:
+        engine.decode()
+        return "decode"
+    engine.verify(wide_candidates(engine.spec.vocab_size, rows - 1), rows - 1)
+    return "verify"
+
+
 def part_times(engine: Engine, context: int, rows: int) -> tuple[PartTime, ...]:
     """Of a verify step with a tree of ``rows`` nodes behind ``context`` tokens."""
-    engine.fill(context)
-    engine.verify(wide_candidates(engine.spec.vocab_size, rows - 1), rows - 1)
-    launches = _launches(engine, "verify", rows, context)
+    launches = _launches(engine, run_step(engine, context, rows), rows, context)
     found = []
     for part, kernels in PARTS.items():
         mine = [each for each in launches if each.kernel in kernels]
@@ -119,7 +128,7 @@ def _launches(engine: Engine, program: str, rows: int, context: int) -> list[Lau
 
 def distinct_experts(experts: int, chosen: int, rows: int) -> int:
     """Experts that ``rows`` tokens hit together if each draws ``chosen`` of them at random: 8, 60 and 110 of 384 for 1, 8 and 16."""
-    return max(chosen, round(experts * (1 - (1 - chosen / experts) ** rows)))
+    return max(chosen, round(expected_experts(experts, chosen, rows)))
 
 
 def experts_time(engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None) -> ExpertsTime:
@@ -152,8 +161,8 @@ def experts_time(engine: Engine, rows: int, distinct: int, bandwidth: float, tor
 
 
 def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[PeerTime]:
-    """Dense layers and attention of a step of ``rows`` rows behind ``context`` tokens, over all layers; the engine ran such a step."""
-    launches = _launches(engine, "verify" if rows > 1 else "decode", rows, context)
+    """Dense layers and attention of a step of ``rows`` rows behind ``context`` tokens, over all layers."""
+    launches = _launches(engine, run_step(engine, context, rows), rows, context)
     counts = Counter(each.kernel for each in launches)
     for name, other in _contenders(engine, context, rows, torch):
         kernels = ATTENTION if name == ATTENTION[0] else (name,)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import ITEM_BYTES, MAX_NODES, Compute, Kernel, Limits, Plan
+from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
+from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
 from kdgen.plan.params import PeerGather, PeerSum
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec import Spec
@@ -212,8 +213,7 @@ def _fewest_ranks(spec: Spec, compute: Compute | None, gpu: GpuModel, context: i
 
 def experts_hit(spec: Spec, rows: int) -> float:
     """Distinct experts of a layer that so many tokens are expected to choose, each independently and all experts alike."""
-    experts, chosen = spec.n_routed_experts or 0, spec.num_experts_per_tok
-    return experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
+    return expected_experts(spec.n_routed_experts, spec.num_experts_per_tok, rows) if spec.n_routed_experts else 0.0
 
 
 def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Step:
@@ -228,7 +228,7 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
     for name, count in launched.items():
         part = _part(name)
         launches, total = moved.get(part, (0, 0))
-        moved[part] = launches + count, total + count * _bytes(spec, kernels[name], rows, context, hit)
+        moved[part] = launches + count, total + count * kernel_bytes(spec, kernels[name], rows, context, hit)
         exchanges, copied = _exchanges(plan, kernels[name], rows)
         collectives += count * exchanges
         sent += count * copied
@@ -241,16 +241,6 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
 
 def _part(kernel: str) -> str:
     return next((name for name, starts in _PARTS if kernel.startswith(starts)), _REST)
-
-
-def _bytes(spec: Spec, kernel: Kernel, rows: int, context: int, hit: float) -> int:
-    cost = kernel.cost
-    if kernel.name == "mla_attention":  # a tree's rows share the cache rows below them
-        return cost.bytes_per_token * (context + rows)
-    fixed = cost.bytes_fixed
-    if kernel.name.startswith("experts_"):
-        fixed = int(fixed * hit / spec.num_experts_per_tok)
-    return fixed + cost.bytes_per_token * rows
 
 
 def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:
@@ -268,14 +258,10 @@ def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float
     draft = part_of(spec, plan.shard.ranks).draft
     if draft is None:
         return 0.0
-    weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
-    head = next(weight.total_bytes for weight in plan.weights if weight.name == "lm_head")
-    windows = [draft.window(layer) for layer in range(draft.num_hidden_layers)]
-    keys = sum(min(context, window - 1 if window else context) + draft.block_size for window in windows)
-    cache = keys * 2 * draft.key_width * ITEM_BYTES[plan.compute]
     exchanges = [_exchanges(plan, plan.kernel(launch.kernel), draft.block_size) for launch, _ in plan.program("draft").launches()]
     collectives, sent = sum(count for count, _ in exchanges), sum(copied for _, copied in exchanges)
-    return (weights + head + cache) / (gpu.bandwidth * READ_FRACTION) + collectives * gpu.collective_seconds + sent / gpu.link_bandwidth
+    moved = draft_bytes(plan, draft, context) / (gpu.bandwidth * READ_FRACTION)
+    return moved + collectives * gpu.collective_seconds + sent / gpu.link_bandwidth
 
 
 def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[str, ...]:
