@@ -26,7 +26,7 @@ from kdgen.errors import CompileError, KdgenError
 from kdgen.format import clang_format_version
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import Compute, Family, Plan
-from kdgen.render import MARK, render
+from kdgen.render import MARK, parts_of, render
 from kdgen.resources import specs_dir, templates_dir
 from kdgen.spec import load_spec
 from kdgen.target import target_for
@@ -255,6 +255,7 @@ def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | No
     folder = templates_dir()
     names = sorted({kernel.template for plan in (generated.plan, *generated.plan.special) for kernel in plan.kernels})
     templates = {f"kernels/{name}": _sha256((folder / "kernels" / name).read_bytes()) for name in names}
+    templates |= {f"lib/{part}": _sha256((folder / "lib" / part).read_bytes()) for name in names for part in parts_of(name)}
     headers = {f"lib/gpu/{path.name}": _sha256(path.read_bytes()) for path in sorted((folder / "lib" / "gpu").iterdir()) if path.is_file()}
     manifest = {
         "schema": MANIFEST_SCHEMA,

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 import jinja2
+from jinja2 import meta
 
 from kdgen.backends.base import Source
 from kdgen.errors import KdgenError
@@ -65,6 +66,12 @@ def environment() -> jinja2.Environment:
     )
     env.filters["hexfloat"] = hexfloat
     return env
+
+
+def parts_of(template: str) -> tuple[str, ...]:
+    """The files of ``templates/lib`` that a kernel's template takes text from."""
+    tree = environment().parse((templates_dir() / "kernels" / template).read_text(encoding="utf-8"))
+    return tuple(sorted({name for name in meta.find_referenced_templates(tree) if name is not None}))
 
 
 def render(plan: Plan) -> list[Rendered]:

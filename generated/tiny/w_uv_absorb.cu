@@ -31,13 +31,14 @@ struct Shared {
                [32];  // of MAX_TOKENS / 8 row tiles with 8 tokens each, or of fewer with more
 };
 
-// This warp's weights, a stage at a time, through all of the block's row tiles: blockIdx.x, then every gridDim.x-th.
+// This warp's weights, a stage at a time, through all of the block's row tiles: first_tile, then every stride-th.
 // A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
 struct Stream {
   const uint4* source;  // of the stage that is copied next
   uint4* ring;
-  int row_tiles, tile, stage;  // the tiles there are, and where that stage is
-  u32 slot;                    // where it comes to
+  int row_tiles, first_tile, stride;  // the tiles there are, and which of them are the block's
+  int tile, stage;                    // where that stage is
+  u32 slot;                           // where it comes to
 
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
@@ -47,8 +48,8 @@ struct Stream {
       source += STAGE_STEPS * 32;
       if (++stage == WARP_STAGES) {
         stage = 0;
-        tile += gridDim.x;
-        source += ((size_t)gridDim.x * STEPS - WARP_STEPS) * 32;
+        tile += stride;
+        source += ((size_t)stride * STEPS - WARP_STEPS) * 32;
       }
     }
     cp_async_commit();
@@ -104,7 +105,7 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   load_inputs(0);
 
   int buffer = 0;
-  for (int row_tile = blockIdx.x; row_tile < weights.row_tiles; row_tile += gridDim.x) {
+  for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
     float sum[TILES][4];
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
@@ -145,32 +146,51 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
-    w_uv_absorb(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y,
-                int row_tiles) {
-  SHARED_DYNAMIC(Shared, shared);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
-  const size_t first_step = ((size_t)batch * ROW_TILES + blockIdx.x) * STEPS + warp * WARP_STEPS;
-  Stream weights{
-      weight + first_step * 32 + lane, &shared->ring[warp][0][0][lane], row_tiles, (int)blockIdx.x, 0, 0};
-  allow_next_kernel();
+// Sends the first weights of the block's row tiles on their way.
+__device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int row_tiles, int first_tile,
+                                        int stride) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const size_t first_step = ((size_t)blockIdx.z * ROW_TILES + first_tile) * STEPS + warp * WARP_STEPS;
+  Stream weights{weight + first_step * 32 + lane,
+                 &shared->ring[warp][0][0][lane],
+                 row_tiles,
+                 first_tile,
+                 stride,
+                 first_tile,
+                 0,
+                 0};
 #pragma unroll
-  for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next();  // weights wait for nobody
-  wait_for_previous_kernel();
+  for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next();
+  return weights;
+}
 
+// The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
+__device__ __forceinline__ void finish(Shared* shared, Stream& weights, const int* num_tokens, const bf16* x,
+                                       bf16* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, *num_tokens - first_token);
   if (count <= 0) {
     cp_async_wait<0>();
     return;
   }
-  x += (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE + warp * WARP_STEPS * 16;
-  y += (size_t)first_token * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE;
+  x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
+       threadIdx.x / 32 * WARP_STEPS * 16;
+  y += (size_t)first_token * Y_STRIDE + (size_t)blockIdx.z * Y_BATCH_STRIDE;
   if (count <= 8)
     multiply<1>(shared, weights, x, count, y);
   else if (count <= 16)
     multiply<2>(shared, weights, x, count, y);
   else
     multiply<MAX_TOKENS / 8>(shared, weights, x, count, y);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
+    w_uv_absorb(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y,
+                int row_tiles) {
+  SHARED_DYNAMIC(Shared, shared);
+  allow_next_kernel();
+  Stream weights = start(shared, weight, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
+  wait_for_previous_kernel();
+  finish(shared, weights, num_tokens, x, y);
 }
 }  // namespace w_uv_absorb

@@ -205,12 +205,16 @@ TEMPLATES = [
     ),
     *_in(
         "linear_mma",
-        ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
         (
             "reads the row count before the kernel that writes it has ended",
-            "  wait_for_previous_kernel();\n\n  const int first_token = blockIdx.y * MAX_TOKENS;",
-            "  const int first_token = blockIdx.y * (*num_tokens ? MAX_TOKENS : 0);\n  wait_for_previous_kernel();",
+            "  wait_for_previous_kernel();\n",
+            "  if (*num_tokens == 0) row_tiles = 0;\n  wait_for_previous_kernel();\n",
         ),
+        ("blocks take their neighbours' tiles", "row_tiles, blockIdx.x, gridDim.x)", "row_tiles, blockIdx.x, 1)"),
+    ),
+    *_in(
+        "templates/lib/linear_mma.cuh.j2",
+        ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
         (
             "warps joined in another order for several tokens",
             "total += partial[t][s][i][lane];",
@@ -230,7 +234,7 @@ TEMPLATES = [
             "return ring + slot * STAGE_STEPS * 32;",
             "return ring + (slot + SLOTS - 1) % SLOTS * STAGE_STEPS * 32;",
         ),
-        ("streams the next tile of one block", "tile += gridDim.x;\n", "tile += 1;\n"),
+        ("streams the next tile of one block", "tile += stride;\n", "tile += 1;\n"),
         ("a short row's stream goes on in the next", "STEPS - WARP_STEPS) * 32", "STEPS) * 32"),
         ("the last stage's inputs for the next tile", "stage + 1 == WARP_STAGES ? 0 : stage + 1", "min(stage + 1, WARP_STAGES - 1)"),
         ("gate and up exchanged", "(gate / (1.0f + expf(-gate)) * up)", "(up / (1.0f + expf(-up)) * gate)"),

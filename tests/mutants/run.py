@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kdgen.render import parts_of
 from tests.mutants.mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -60,13 +61,21 @@ def _run(mutant: Mutant) -> Result:
     with tempfile.TemporaryDirectory(prefix="kdgen-mutant-") as folder:
         copy = Path(folder)
         apply(mutant, copy)
-        if mutant.file.startswith("templates/kernels/"):
-            done = _python(copy, str(ROOT / "tests" / "mutants" / "kernels_of.py"), Path(mutant.file).name)
+        for template in _templates_with(Path(mutant.file)):
+            done = _python(copy, str(ROOT / "tests" / "mutants" / "kernels_of.py"), template)
             if done.returncode or done.stdout:
                 return _result(mutant, done, json.loads(done.stdout) if done.stdout else None)
         done = _python(copy, *VERIFY, "--fail-fast")
         checks = json.loads(done.stdout)["checks"] if done.stdout else []
         return _result(mutant, done, next((check for check in checks if check["status"] == "failed"), None))
+
+
+def _templates_with(file: Path) -> list[str]:
+    """The kernels' templates that have the text of ``file``: itself, or those that take it from templates/lib."""
+    if file.parent.name == "kernels":
+        return [file.name]
+    kernels = sorted(path.name for path in (ROOT / "templates" / "kernels").iterdir())
+    return [name for name in kernels if file.parent.name == "lib" and file.name in parts_of(name)]
 
 
 def times_of_checks() -> dict[str, float]:

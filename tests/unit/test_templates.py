@@ -17,11 +17,13 @@ from kdgen.plan import params
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import Exchange, Shard
-from kdgen.render import environment, hexfloat, render
+from kdgen.render import environment, hexfloat, parts_of, render
 from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 
 TEMPLATES = sorted((templates_dir() / "kernels").glob("*.cu.j2"))
+PHASES = sorted({part for path in TEMPLATES for part in parts_of(path.name)})
+_PHASE = re.compile(r'(?:{% with p = p\.(\w+) %})?{% include "([\w.]+)" %}(?:{% endwith %})?')
 DTYPES: tuple[Compute, ...] = ("f32", "bf16")
 
 
@@ -49,12 +51,35 @@ def test_every_template_is_used_and_every_context_has_one() -> None:
 def test_names_used_are_the_fields(path: Path) -> None:
     (context,) = CONTEXTS[path.name]
     assert dataclasses.is_dataclass(context) and context.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    tree = environment().parse(path.read_text())
-    assert meta.find_undeclared_variables(tree) == {"p"}
-    used = {node.attr for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name) and node.node.name == "p"}
+    phases = [(phase[1], phase[2]) for phase in _PHASE.finditer(path.read_text())]
+    used = names_used(_PHASE.sub("", path.read_text())) | {field for field, _ in phases if field}
+    for field, part in phases:
+        of_phase = names_used((templates_dir() / "lib" / part).read_text())
+        if field:  # a phase with a context of its own
+            (hint,) = (each.type for each in dataclasses.fields(context) if each.name == field)
+            assert of_phase <= {each.name for each in dataclasses.fields(getattr(params, str(hint)))}
+        else:
+            used |= of_phase
     assert used == {field.name for field in dataclasses.fields(context)}
-    mentions = sum(node.name == "p" for node in tree.find_all(nodes.Name))
-    assert mentions == sum(1 for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name))  # only ever as p.field
+
+
+def names_used(text: str) -> set[str]:
+    """The fields of p that a text uses, and it uses nothing else."""
+    tree = environment().parse(text)
+    assert meta.find_undeclared_variables(tree) <= {"p"}
+    assert sum(node.name == "p" for node in tree.find_all(nodes.Name)) == sum(
+        1 for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name)
+    )
+    return {node.attr for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name) and node.node.name == "p"}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_size_and_shape_of_phases(name: str) -> None:
+    text = (templates_dir() / "lib" / name).read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 200 and max(map(len, lines)) <= 140 and "\t" not in text and text.endswith("\n")
+    assert lines[0].startswith("{# ") and "#include" not in text and "__global__" not in text and "asm" not in text
+    assert "previous_kernel" not in text, "a kernel waits, not its phases"
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)

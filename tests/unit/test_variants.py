@@ -27,13 +27,16 @@ def test_every_template_is_checked() -> None:
 
 
 def test_every_condition_is_seen_both_ways() -> None:
-    found = kernels()
-    for path in (templates_dir() / "kernels").iterdir():
-        conditions = set(re.findall(r"{% (?:el)?if (.+?) %}", path.read_text()))
-        mine = [kernel.params for kernel in found if kernel.template == path.name]
-        for condition in conditions:
-            values = {bool(eval(condition, {"p": params})) for params in mine}
-            assert values == {False, True}, f"{path.name}: {condition} is only ever {values}"
+    rendered: dict[str, list[object]] = {}  # the contexts of each text
+    for kernel in kernels():
+        rendered.setdefault(f"kernels/{kernel.template}", []).append(kernel.params)
+        text = (templates_dir() / "kernels" / kernel.template).read_text()
+        for field, part in re.findall(r'(?:{% with p = p\.(\w+) %})?{% include "([\w.]+)" %}', text):
+            rendered.setdefault(f"lib/{part}", []).append(getattr(kernel.params, field) if field else kernel.params)
+    for name, contexts in rendered.items():
+        for condition in set(re.findall(r"{% (?:el)?if (.+?) %}", (templates_dir() / name).read_text())):
+            values = {bool(eval(condition, {"p": params})) for params in contexts}
+            assert values == {False, True}, f"{name}: {condition} is only ever {values}"
 
 
 def test_shapes_on_both_sides_of_what_kernels_tell_apart() -> None:
