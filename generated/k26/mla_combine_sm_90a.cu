@@ -32,9 +32,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   if (token_row >= *num_tokens) return;
   const int splits = split_of(row_position[token_row]) + 1;
   const int piece = threadIdx.x % PIECES, split_class = threadIdx.x / PIECES;
-  // a piece is 2 columns of each 8 of the 32 in group piece / 4; the head is row `row` of its tile's fragments
-  const int row = head % TILE;
-  const size_t place = (piece / 4 * 2 + row / 8 % 2) * 128 + row / 16 * 32 + row % 8 * 4 + piece % 4;
+  // a piece is 2 columns of each 8 of the 32 in group piece / 4; heads lie in eights
+  const size_t place = (piece / 4 * (TILE / 8) + head % TILE / 8) * 32 + head % 8 * 4 + piece % 4;
   const uint4* parts = reinterpret_cast<const uint4*>(split_values) + place;
   uint4 part[MINE];
   auto load_parts = [&](int chunk) {

@@ -84,10 +84,22 @@ WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value 
 WGMMA_BLOCKS = {128: 4, 512: 132}
 
 
+#: What the start of another tile of heads costs, in keys: as much as two of their tiles, by the bytes it loads. Not measured.
+WGMMA_START_KEYS = 128
+
+
 def has_wgmma_shapes(spec: Spec) -> bool:
-    """Whether mla_attention_wgmma can serve this spec, which tensor cores can: whole tiles of heads, and a rotary part as wide as one."""
-    whole = spec.num_attention_heads % WGMMA_TILE == 0 and spec.qk_rope_head_dim == WGMMA_TILE
-    return whole and spec.kv_lora_rank in WGMMA_LATENTS and not mma_obstacles(spec)
+    """Whether mla_attention_wgmma can serve this spec, which tensor cores can: tiles that are full of heads, of one token row or of a
+    group of them, and a rotary part as wide as a tile.
+    """
+    heads = spec.num_attention_heads
+    full = heads % WGMMA_TILE == 0 or (WGMMA_TILE % heads == 0 and heads % 8 == 0)
+    return full and spec.qk_rope_head_dim == WGMMA_TILE and spec.kv_lora_rank in WGMMA_LATENTS and not mma_obstacles(spec)
+
+
+def wgmma_group(spec: Spec) -> int:
+    """Token rows whose heads fill a tile."""
+    return max(1, WGMMA_TILE // spec.num_attention_heads)
 
 
 def wgmma_smem(spec: Spec) -> int:
@@ -352,9 +364,10 @@ class Catalogue:
         split = self.splits.shortest
         splits = Extent(per_context=split)
         if self.mode.wgmma:
-            smem, head_tiles = wgmma_smem(s), heads // WGMMA_TILE
+            smem, head_tiles, group = wgmma_smem(s), max(1, heads // WGMMA_TILE), wgmma_group(s)
             p = params.MlaAttentionWgmma(
-                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits,
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=group,
+                start_keys=WGMMA_START_KEYS if group > 1 else 0,
                 scale_log2=s.softmax_scale * math.log2(math.e), smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             blocks = Extent(per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
@@ -381,7 +394,9 @@ class Catalogue:
         width = s.num_attention_heads * s.kv_lora_rank
         grid, summary = (ROW_EXTENT, Extent(s.num_attention_heads), ONE), "joins the splits"
         if self.mode.wgmma:
-            fragments = params.MlaCombineWgmma("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits)
+            fragments = params.MlaCombineWgmma(
+                "mla_combine", s.num_attention_heads, min(s.num_attention_heads, WGMMA_TILE), s.kv_lora_rank, self.splits
+            )
             cost = Cost(0, width * (2 + self.mode.act_bytes), 2 * width)
             return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, s.kv_lora_rank // 2, grid, 0, cost, summary)
         p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits.shortest, vector, self.mode.act, block)

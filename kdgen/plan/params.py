@@ -135,6 +135,8 @@ class MlaAttentionWgmma:
     row: int
     max_path: int
     splits: Splits
+    group: int
+    start_keys: int
     scale_log2: float
     smem_comment: str
 
@@ -158,6 +160,7 @@ class MlaCombine:
 class MlaCombineWgmma:
     name: str
     heads: int
+    tile_heads: int
     kv_lora: int
     splits: Splits
 

@@ -128,6 +128,47 @@ def check_attention(bench: Bench) -> None:
         got = _attend(bench, others["as tree nodes"].chosen(some), heads)
         for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
             bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
+    if bench.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
+        _check_groups(bench, heads)
+
+
+def _check_groups(bench: Bench, heads: int) -> None:
+    """Rows whose heads share tiles, as runs and trees of few sequences have them: against float64, and by bits as each row alone."""
+    p, longest = bench.p, max(LONG_CONTEXTS)
+    bound, nodes = p.splits.begin(p.splits.of(longest - 1)), min(p.group + 2, MAX_PATH)
+    # a run whose first row sees whole splits and nothing else, another run, a tree of two branches, rows in falling order
+    length = longest - 1 - nodes // 2
+    places = [
+        bound - 1 + np.arange(p.group + 3),
+        longest - nodes + np.arange(nodes),
+        length + (np.arange(nodes) + 1) // 2,
+        np.array([longest - 1, 70, 0]),
+    ]
+    sequences = np.repeat([0, 1, 2, 3], [len(each) for each in places]).astype(np.int32)
+    positions = np.concatenate(places).astype(np.int32)
+    most = len(positions)
+    prefixes, paths = positions + 1, np.full((most, MAX_PATH), 1 << 20, np.int32)
+    for node, row in enumerate(np.flatnonzero(sequences == 2)):  # node n is behind n - 2, nodes 1 and 2 behind the root
+        depth = int(positions[row]) - length
+        prefixes[row], paths[row, : depth + 1] = length, [0, *range(node - 2 * depth + 2, node + 1, 2)]
+    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
+    together = Rows(query, sequences, positions, prefixes, paths, bench.random(bench.act, 4, longest + MAX_NODES, p.row))
+    got = _attend(bench, together, heads)
+    keys = np.stack([_seen(together, row) for row in range(most)])
+    _compare_attention(bench, got, replace(together, cache=keys), heads)
+    for each in range(most):
+        alone = _attend(bench, together.chosen(np.array([each])), heads)
+        for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), alone, got, strict=True):
+            bench.findings.same_bits(f"{output} of row {each} alone", ours, theirs[each : each + 1])
+
+
+def _seen(rows: Rows, row: int) -> Array:
+    """A row's keys at their positions, and NaN behind them, as long as a slab of the cache."""
+    position, prefix, cache = int(rows.positions[row]), int(rows.prefixes[row]), rows.cache[rows.sequences[row]]
+    keys = np.full(cache.shape, np.nan, cache.dtype)
+    keys[:prefix] = cache[:prefix]
+    keys[prefix : position + 1] = cache[prefix + rows.paths[row, : position + 1 - prefix]]
+    return keys
 
 
 def softmax_scale(p: Any) -> tuple[float, float]:
@@ -198,12 +239,13 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
 def from_fragments(values: Array) -> Array:
     """[…, heads, latent] as mla_attention_wgmma stores it, in the usual order: both axes are cut up and mixed within a tile of heads.
 
-    By half of the columns, 32 columns of it, and 8 rows of a warp's 16; then warp, row, and of every 8 columns a pair: 4 of those.
+    By 32 columns and 8 heads; then head, and of every 8 columns a pair: 4 of those.
     """
     *outer, heads, latent = values.shape
-    fragments = values.reshape(*outer, heads // WGMMA_TILE, 2, latent // 64, 2, 4, 8, 4, 4, 2)
-    tile, half, group, rows8, warp, row, pair, eight, column = range(len(outer), len(outer) + 9)
-    order = (*range(len(outer)), tile, warp, rows8, row, half, group, eight, pair, column)
+    together = min(heads, WGMMA_TILE)
+    fragments = values.reshape(*outer, heads // together, latent // 32, together // 8, 8, 4, 4, 2)
+    tile, group, rows8, row, pair, eight, column = range(len(outer), len(outer) + 7)
+    order = (*range(len(outer)), tile, rows8, row, group, eight, pair, column)
     return fragments.transpose(order).reshape(values.shape)
 
 

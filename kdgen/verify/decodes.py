@@ -22,7 +22,7 @@ from kdgen.engine import Draft, Engine
 from kdgen.errors import BackendError
 from kdgen.oracles import ModelCase
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.reference.model import ReferenceModel
 from kdgen.rounds import Rounds
@@ -142,15 +142,16 @@ class _Clock:
 
 
 def check_decodes(
-    backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS, shard: Shard = WHOLE
+    backend: Backend, subject: Subject, situations: Sequence[Situation] = SITUATIONS, shard: Shard = WHOLE, family: Family = "generic"
 ) -> Iterator[Check]:
     """Logits, plain tokens, and the exactness contract's levels L1 to L5; each Check as soon as it is known.
 
-    Of a ``shard`` the logits are those of its part of the vocabulary; all ranks check alike, each in its own process.
+    Of a ``shard`` the logits are those of its part of the vocabulary; all ranks check alike, each in its own process. ``family``
+    chooses the plan where there are several.
     """
     clock = _Clock(subject, backend)
     context = len(subject.prompt) + subject.new_tokens
-    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3), shard)
+    plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3), shard).on(family)
     try:
         engine = RecordingEngine(Engine(subject.spec, plan, backend, subject.weights.__getitem__))
         decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)

@@ -19,7 +19,7 @@ from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
 from kdgen.model import open_shard
 from kdgen.oracles import model_cases
-from kdgen.plan.ir import Compute
+from kdgen.plan.ir import Compute, Family
 from kdgen.plan.shard import Exchange
 from kdgen.ranks import joined, place_in
 from kdgen.spec import Spec
@@ -38,17 +38,19 @@ class Job:
     situations: int  #: so many of decodes.SITUATIONS
     seed: int
     exchange: Exchange
+    family: Family
 
 
 def check_ranks(
     spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0,
-    exchange: Exchange = "gather",
+    exchange: Exchange = "gather", family: Family = "generic",
 ) -> list[Check]:  # fmt: skip
-    """The checks of ``check_decodes`` by ``ranks`` processes; the figure of each is the largest of any rank.
+    """The checks of ``check_decodes`` by ``ranks`` processes; the figure of each is the largest of any rank. A GPU takes the plan of its
+    own family.
 
     Raises KdgenError when a rank fails otherwise than by a check, with what it said.
     """
-    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange)
+    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family)
     command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, output=output, errors=errors)
@@ -78,7 +80,7 @@ def run_rank(job: Job) -> list[list[Check]] | None:
         backend, shard = open_shard(group, job.backend, exchange=job.exchange)
         case = next((case for case in model_cases() if case.name == job.case), None)
         subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
-        found = list(check_decodes(backend, subject, SITUATIONS[: job.situations], shard))
+        found = list(check_decodes(backend, subject, SITUATIONS[: job.situations], shard, job.family))
         if group is None:
             return [found]
         everybody = group.exchange(json.dumps([dataclasses.asdict(check) for check in found]).encode())

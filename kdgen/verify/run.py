@@ -136,7 +136,8 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
-    shared = [(spec, shared) for spec, plan in (*plans, *others) if plan.family == "generic" for shared in shared_plans(spec, plan)]
+    whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]
+    shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     for spec, plan in shared:
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
@@ -228,7 +229,8 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
 
 
 def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
-    """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower."""
+    """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower; and
+    those for some targets, whose attention has other tiles for a rank's heads."""
     if shard_obstacles(spec, RANKS) or (plan.compute == "bf16" and mma_obstacles(part_of(spec, RANKS))):
         return []
     found: list[Plan] = []
@@ -238,6 +240,10 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
         kernels = tuple(each for each in shared.kernels if each not in seen and each.template in RANK_TEMPLATES)
         seen += kernels
         found.append(replace(shared, kernels=kernels))
+    known = [kernel for special in plan.special for kernel in special.kernels]
+    for special in shared.special:
+        own = tuple(kernel for kernel in own_kernels(special, shared).kernels if kernel not in known)
+        found.append(replace(special, kernels=own))
     return found
 
 
@@ -292,7 +298,7 @@ def _under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     try:
         backend = open_backend(CHECKER, seed=1)
         found = _checked(backend, spec, plan, say)
-        if plan.compute == "bf16" and spec.kv_lora_rank < WIDE_LATENTS[plan.family]:
+        if plan.compute == "bf16" and plan.shard.whole and spec.kv_lora_rank < WIDE_LATENTS[plan.family]:
             wide = spec.model_copy(update={"kv_lora_rank": WIDE_LATENTS[plan.family]})
             wide_plan = build_plan(wide, plan.compute).on(plan.family)
             attention = tuple(kernel for kernel in wide_plan.kernels if kernel.name == "mla_attention")

@@ -47,6 +47,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 40,
         "vocab_size": 128, "rope_scaling": _YARN,
     },
+    "tiny-wgmma-8": {
+        "num_attention_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
+        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 128,
+    },
     "tiny-odd": {
         "hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 3, "q_lora_rank": 31, "kv_lora_rank": 33, "qk_nope_head_dim": 9,
         "qk_rope_head_dim": 6, "v_head_dim": 7, "intermediate_size": 97, "moe_intermediate_size": 1, "n_routed_experts": 3,

@@ -12,6 +12,7 @@ from strategies import TILED, situations, specs
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import Compute, Plan
+from kdgen.plan.shard import Shard
 from kdgen.spec import Spec, load_spec
 from kdgen.verify import attention
 from kdgen.verify.draw import Situation
@@ -35,25 +36,27 @@ def test_full_width_kernels_are_right_on_slices(cuda_backend: Backend, name: str
     assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
 
 
-@pytest.mark.parametrize("name", ["k26", "deepseek-v3"])
-def test_kernels_for_these_targets_alone_are_right_on_slices(cuda_backend: Backend, name: str) -> None:
-    spec, plan = load_spec(name), special_plan(cuda_backend, name)
+@pytest.mark.parametrize(("name", "ranks"), [("k26", 1), ("k26", 2), ("k26", 8), ("deepseek-v3", 1), ("moonlight-16b-a3b", 1)])
+def test_kernels_for_these_targets_alone_are_right_on_slices(cuda_backend: Backend, name: str, ranks: int) -> None:
+    spec, plan = load_spec(name), special_plan(cuda_backend, name, ranks)
     wrong = [check for check in check_kernels(cuda_backend, spec, plan, size="slice", tokens=(1, 9, 33)) if not check.ok]
     assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
 
 
-def test_attention_over_long_contexts(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_attention_over_long_contexts(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Contexts in splits of every length up to 1,024 keys, whose blocks have several splits each."""
     monkeypatch.setattr(attention, "CONTEXTS", (1, 255, 4103, 8192, 8193, 9000, 16400, 33000))
-    spec, plan = load_spec("k26"), special_plan(cuda_backend, "k26")
+    monkeypatch.setattr(attention, "LONG_CONTEXTS", (33000,))
+    spec, plan = load_spec("k26"), special_plan(cuda_backend, "k26", ranks)
     plan = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.name == "mla_attention"))
     wrong = [check for check in check_kernels(cuda_backend, spec, plan) if not check.ok]
     assert not wrong, "\n".join(f"{check.kernel}: {check.why}" for check in wrong)
 
 
-def special_plan(backend: Backend, name: str) -> Plan:
-    """The kernels that this GPU's own plan has otherwise; without any, the test skips itself."""
-    plan = build_plan(load_spec(name))
+def special_plan(backend: Backend, name: str, ranks: int) -> Plan:
+    """The kernels that this GPU's own plan has otherwise, of one of ``ranks`` ranks; without any, the test skips itself."""
+    plan = build_plan(load_spec(name), shard=Shard(ranks))
     own = own_kernels(plan.on(backend.family), plan)
     if not own.kernels:
         pytest.skip(f"{name} has no kernels for {backend.description} alone")

@@ -51,6 +51,14 @@ def test_int4_experts_and_biases(compute: Compute) -> None:
     assert not problems(check_ranks(spec, compute, 2, situations=1))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_attention_of_few_heads_on_wgmma(ranks: int) -> None:
+    """Tiles of 64, 32 and 16 heads a token row, as plans for sm_90a have them, with splits of 64 keys."""
+    tiny = next(spec for spec in variants() if spec.name == "tiny-wgmma")
+    spec = Spec.from_mapping(tiny.model_dump(mode="json") | {"name": "rank-wgmma", "moe_intermediate_size": 64, "num_hidden_layers": 1})
+    assert not problems(check_ranks(spec, "bf16", ranks, situations=3, family="sm_90a"))
+
+
 def test_through_the_ranks_memory() -> None:
     """The kernels that send words to the other ranks and wait for theirs."""
     assert not problems(check_ranks(load_spec("tiny2"), "f32", 2, situations=1, exchange="peer"))

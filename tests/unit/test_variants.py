@@ -51,5 +51,6 @@ def test_shapes_on_both_sides_of_what_kernels_tell_apart() -> None:
     assert values("linear_f32.cu.j2", "slices") == {1, 4} == values("experts_f32.cu.j2", "slices")
     assert {cols % 64 for cols in values("experts_mma.cu.j2", "cols")} >= {0, 32}
     assert values("mla_attention_mma.cu.j2", "split") == {64, 128}
+    assert values("mla_attention_wgmma.cu.j2", "group") == {1, 2, 8}
     assert {heads > 16 for heads in values("mla_attention_mma.cu.j2", "heads")} == {False, True}
     assert len(values("linear_mma.cu.j2", "warps")) > 1 and len(values("linear_mma.cu.j2", "stage_steps")) > 1
