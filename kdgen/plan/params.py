@@ -221,6 +221,7 @@ class ExpertsMma:
     cols: int
     assignments_per_x_row: int
     warps: int
+    groups: int
     token_tiles: int
     stage_steps: int
     slots: int
@@ -229,6 +230,7 @@ class ExpertsMma:
     int4: bool
     out: CType
     gated: bool
+    lists_are_old: bool
     weight_comment: str
 
 
