@@ -7,6 +7,7 @@ the layers, so that they come from memory and not from a cache; times are median
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,9 @@ STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tre
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One kernel in steps of ``rows`` token rows: microseconds a launch, and the floor that its bytes set."""
+    """One kernel in steps of ``rows`` token rows: microseconds a launch, and the floor that its bytes set. Also a collective that is no
+    kernel, with no floor.
+    """
 
     kernel: str
     rows: int
@@ -72,7 +75,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """``gathers``: microseconds of each collective that is no kernel, for one token row."""
+    """One GPU's, or of several ranks the first one's."""
 
     spec: str
     compute: str
@@ -80,7 +83,6 @@ class BenchReport:
     backend: str
     read_bytes_per_second: float
     steps: tuple[StepTime, ...]
-    gathers: dict[str, float]
     parts: tuple[PartTime, ...] = ()
     rounds: tuple[RoundTime, ...] = ()
     experts: tuple[ExpertsTime, ...] = ()
@@ -107,14 +109,8 @@ def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: 
         if engine.spec.draft is not None:
             say(f"a draft at context {context}")
             steps.append(_draft(engine, engine.spec.draft, backend, context, bandwidth, kernels))
-    spec, gathers = engine.spec, _gathers(engine, backend)
-    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps), gathers)
-
-
-def _gathers(engine: Engine, backend: CudaBackend) -> dict[str, float]:
-    """Each collective of a decode step by itself, many times over."""
-    each = {work.name: work for work in engine.work("decode", 1, 1) if isinstance(work, AllGather)}
-    return {name: median(backend, [work] * LAUNCHES_A_RECORD) / LAUNCHES_A_RECORD * 1e6 for name, work in each.items()}
+    spec = engine.spec
+    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps))
 
 
 def measure_parts(
@@ -200,7 +196,7 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
 def _kernels(
     engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
-    """Each kernel of a step alone, over all the layers that it runs in, and those of TOGETHER."""
+    """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER, and each collective."""
     engine.fill(engine.plan.limits.max_context)  # with the same rows first
     engine.fill_length(context)
     kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL]
@@ -218,6 +214,10 @@ def _kernels(
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
             least = sum(kernel_bytes(engine.spec, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
             times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
+    gathers = [each for each in work if isinstance(each, AllGather)]
+    for name, in_step in Counter(each.name for each in gathers).items():
+        alike = [each for each in gathers if each.name == name][:1] * LAUNCHES_A_RECORD
+        times.append(KernelTime(name, rows, in_step, median(backend, alike) / LAUNCHES_A_RECORD * 1e6, 0.0))
     return tuple(times)
 
 

@@ -26,11 +26,11 @@ _POLL = 0.05
 
 def run_ranks(
     command: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, *,
-    output: IO[bytes] | None = None, errors: IO[bytes] | None = None,
+    given: bytes | None = None, output: IO[bytes] | None = None, errors: IO[bytes] | None = None,
 ) -> int:  # fmt: skip
     """Run ``command`` once a rank and return the job's exit code, 0 when all ranks give 0.
 
-    Rank 0 has this process's input, ``output`` as its stdout and ``errors`` as its stderr, or this process's own. What another rank
+    Rank 0 has ``given`` as its input, ``output`` as its stdout and ``errors`` as its stderr, or this process's own. What another rank
     writes to stderr is kept, and goes to rank 0's when it is the one that failed. No rank is left when this returns or raises.
     """
     shared = dict(os.environ if environment is None else environment)
@@ -39,6 +39,11 @@ def run_ranks(
     processes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as files, _ended(processes):
         said: list[IO[bytes] | None] = []
+        source: IO[bytes] | None = None
+        if given is not None:
+            source = files.enter_context(tempfile.TemporaryFile())
+            source.write(given)
+            source.seek(0)
         for rank in range(ranks):
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             log: IO[bytes] | None = files.enter_context(tempfile.TemporaryFile()) if rank else None
@@ -46,7 +51,7 @@ def run_ranks(
             try:
                 processes.append(
                     subprocess.Popen(
-                        command, env=own, stdin=subprocess.DEVNULL if rank else None,
+                        command, env=own, stdin=subprocess.DEVNULL if rank else source,
                         stdout=subprocess.DEVNULL if rank else output, stderr=log or errors,
                     )
                 )  # fmt: skip

@@ -171,7 +171,7 @@ def open_engine(
     opened, shard = open_shard(group, backend, seed, exchange)
     plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard)
     if group is not None:
-        _need_same(group, plan)
+        need_same_plan(group, plan)
     began = time.perf_counter()
     loading = began
 
@@ -186,7 +186,7 @@ def open_engine(
     return Opened(engine, loading - began, time.perf_counter() - loading)
 
 
-def _need_same(group: Group, plan: Plan) -> None:
+def need_same_plan(group: Group, plan: Plan) -> None:
     """Raises BackendError when the ranks' plans are not those of one model with one set of options."""
     mine = (plan.spec_sha256, plan.compute, plan.limits, plan.shard.ranks, plan.shard.exchange)
     others = group.exchange(repr(mine).encode())

@@ -1,21 +1,25 @@
-"""``kdgen bench``: how far a model's steps and kernels are from what the GPU's memory allows."""
+"""``kdgen bench``: how far a model's steps and kernels are from what the GPU's memory allows, on one GPU or on several that share it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from kdgen.backends import open_backend
 from kdgen.bench import BenchReport, StepTime, measure, measure_parts
 from kdgen.bench_plot import plot
+from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
 from kdgen.build import write_whole
 from kdgen.cli.output import check_writable, emit_json, emit_table, status
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.model import random_model
+from kdgen.model import need_same_plan, open_shard, random_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
+from kdgen.ranks import joined, place_in
 
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
@@ -48,13 +52,16 @@ _EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as to
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg", help="Draw the kernels' bytes a second."
 )
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/1).")
+@click.option("--tp", type=click.IntRange(min=1), help="Time steps on so many GPUs that share the model, beside one GPU.")
+@click.option("--exchange", type=click.Choice(EXCHANGES), help="How ranks exchange: peer memory or gathers by NCCL; --tp takes both.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/2, with --tp kdgen.bench-ranks/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,
-    draft: bool, distinct: tuple[int, ...], prefill: int | None, chunk: int, peers: bool, picture: Path | None, seed: int, as_json: bool,
+    draft: bool, distinct: tuple[int, ...], prefill: int | None, chunk: int, peers: bool, picture: Path | None, seed: int, tp: int | None,
+    exchange: Exchange | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time decode and verify steps of SPEC with random weights, and every kernel in them, against the floor: the bytes that must be
-    read, over the read bandwidth measured in the same run."""
+    read, over the read bandwidth measured in the same run. With --tp, steps and collectives of ranks that it starts, beside one GPU."""
     if not all(1 <= rows <= 64 for rows in nodes) or not all(context >= 1 for context in contexts):
         raise KdgenError("--nodes takes numbers from 1 to 64, --context numbers from 1")
     if distinct and len(distinct) != len(nodes):
@@ -64,26 +71,93 @@ def command(
     if picture is not None and not kernels:
         raise KdgenError("--plot shows kernels: leave out --no-kernels")
     check_writable(picture)
-    with status() as say:
+    place = place_in(os.environ)
+    ranks = place.ranks if place else tp or 1
+    if tp not in (None, ranks):
+        raise click.UsageError(f"--tp {tp}, and the launcher has started {ranks} ranks: leave --tp out, or let them agree")
+    if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
+        raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
+    if ranks == 1 and exchange is not None:
+        raise click.UsageError("--exchange is between ranks: add --tp")
+    if ranks > 1 and place is None:
+        check_shard(random_model(spec_name, layers, seed, draft).spec, Shard(ranks))
+        _bench_ranks(ranks, exchange, _options(spec_name, layers, contexts, nodes, dtype, draft, seed), as_json)
+        return
+    with status() as say, joined(place) as group:
         say("opening the GPU")
-        backend = open_backend("cuda")
+        backend, shard = open_shard(group, "cuda", exchange=exchange)
         model = random_model(spec_name, layers, seed, draft)
         room = max(*contexts, prefill or 0) + 1024
         most = model.spec.max_position_embeddings
         if max(*contexts, prefill or 0) + max(nodes) > most:
             raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
         limits = Limits(chunk if prefill else Limits().max_tokens, min(room, most))
-        plan = build_plan(model.spec, dtype, limits)
+        plan = build_plan(model.spec, dtype, limits, shard)
+        if group is not None:
+            need_same_plan(group, plan)
         loading = "weights {:.1f} of {:.1f} GB"
         engine = Engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))
         report = measure(engine, contexts, nodes, say, kernels)
-        report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)
+        if group is None:
+            report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)
+    if shard.rank:
+        return
     if picture is not None:
         write_whole(picture, plot(report))
     if as_json:
-        emit_json("kdgen.bench/1", report)
+        emit_json("kdgen.bench/2", report)
     else:
         _print(report)
+
+
+def _print_ranks(report: RanksReport) -> None:
+    one = report.one
+    click.echo(f"{one.spec}, {one.layers} layers, {one.compute}, random weights, on {report.ranks} ranks and on one, {one.backend}")
+    bandwidths = ", ".join(f"{each.read_bytes_per_second / 1e12:.2f}" for each in (one, *report.runs.values()))
+    click.echo(f"read bandwidth {bandwidths} TB/s\n")
+    alone = [
+        ("one GPU", s.program, str(s.rows), str(s.context), f"{s.microseconds:.0f}", f"{s.floor_microseconds:.0f}", "", _ratio(s), "")
+        for s in one.steps
+    ]
+    shared = [
+        (
+            TITLES[s.exchange], s.program, str(s.rows), str(s.context), f"{s.microseconds:.0f}", f"{s.floor_microseconds:.0f}",
+            f"{s.collectives_microseconds:.0f}", f"{s.microseconds / (s.floor_microseconds + s.collectives_microseconds):.2f}",
+            f"{s.speedup:.2f}",
+        )
+        for s in report.steps
+    ]  # fmt: skip
+    columns = ("by", "step", "rows", "context", "µs", "floor µs", "collectives µs", "over both", "of one GPU's speed")
+    emit_table(columns, [*alone, *shared], right=range(2, 9))
+    click.echo("\ncollectives")
+    emit_table(
+        ("by", "collective", "rows", "in a step", "µs"),
+        [(TITLES[c.exchange], c.collective, str(c.rows), str(c.in_step), f"{c.microseconds:.1f}") for c in report.collectives],
+        right=range(2, 5),
+    )
+    for exchange, why in report.missing.items():
+        click.echo(f"\nnothing by {TITLES[exchange]}: {why}")
+
+
+def _options(
+    spec_name: str, layers: int | None, contexts: Sequence[int], nodes: Sequence[int], dtype: str | None, draft: bool, seed: int
+) -> list[str]:
+    """Options of this command that say what is timed."""
+    options = [spec_name, "--context", ",".join(map(str, contexts)), "--nodes", ",".join(map(str, nodes)), "--seed", str(seed)]
+    if layers is not None:
+        options += ["--layers", str(layers)]
+    if dtype is not None:
+        options += ["--dtype", dtype]
+    return [*options, "--draft"] if draft else options
+
+
+def _bench_ranks(ranks: int, exchange: Exchange | None, options: Sequence[str], as_json: bool) -> None:
+    with status() as say:
+        report = measure_ranks(options, ranks, EXCHANGES if exchange is None else (exchange,), say)
+    if as_json:
+        emit_json("kdgen.bench-ranks/1", report)
+    else:
+        _print_ranks(report)
 
 
 def _print(report: BenchReport) -> None:

@@ -32,7 +32,7 @@ from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
-from kdgen.plan.shard import Shard, check_shard
+from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
 from kdgen.ranks import Group, joined, place_in
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
@@ -185,6 +185,11 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
     type=click.IntRange(min=1),
     help="GPUs (or CPU processes) that share the model, started here unless torchrun, mpirun or srun did.",
 )
+@click.option(
+    "--exchange",
+    type=click.Choice(EXCHANGES),
+    help="How ranks exchange: peer memory, or gathers by NCCL. [default: peer where they reach each other's memory]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
 def command(
@@ -193,7 +198,7 @@ def command(
     block_size: int,
     backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
     min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
-    tp: int | None, as_json: bool,
+    tp: int | None, exchange: Exchange | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
     tokens nor those drawn with a --temperature.
@@ -218,12 +223,16 @@ def command(
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     place = place_in(os.environ)
     if place is None and tp is not None and tp > 1:
-        check_shard((random_model(model, layers) if random_weights else open_model(Path(model))).spec, Shard(tp))
-        ctx.exit(run_ranks([sys.executable, "-c", "from kdgen.cli import main; main()", *sys.argv[1:]], tp))
+        spec = (random_model(model, layers) if random_weights else open_model(Path(model))).spec
+        check_shard(spec, Shard(tp))
+        command = [sys.executable, "-c", "from kdgen.cli import main; main()", *sys.argv[1:]]
+        ctx.exit(run_ranks(command, tp, given=_checked_input(prompt, prompt_ids, spec)))
     if tp is not None and tp != (place.ranks if place else 1):
         raise click.UsageError(
             f"--tp {tp}, and the launcher has started {place.ranks if place else 1} ranks: leave --tp out, or let them agree"
         )
+    if exchange is not None and place is None:
+        raise click.UsageError("--exchange is between ranks: add --tp")
     given = read_text(prompt) if prompt_ids is None and (place is None or place.rank == 0) else ""
     with joined(place) as group:
         rank = group.rank if group else 0
@@ -245,7 +254,7 @@ def command(
             warn_of_room(room, len(tokens), max_new_tokens)
         stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
         with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
-            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group)
+            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group, exchange)
         if budget is None:
             budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
         run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
@@ -268,6 +277,16 @@ def command(
         elif not rank:
             click.echo(_summary(report, opened.engine), err=True)
     ctx.exit(130 if interrupted else 1 if exact is False else 0)
+
+
+def _checked_input(prompt: str | None, prompt_ids: str | None, spec: Spec) -> bytes | None:
+    """What rank 0 is to read from stdin: a prompt that came there, else nothing. Raises what a prompt that cannot be does, before there
+    are ranks."""
+    if prompt_ids is not None:
+        read_prompt(prompt_ids, spec.vocab_size)
+        return None
+    text = read_text(prompt)
+    return f"{text}\n".encode() if prompt in (None, "-") else None
 
 
 def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ cache by key heads; else each rank has it whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.errors import KdgenError
@@ -17,6 +17,7 @@ from kdgen.spec import Spec
 
 #: How partial results reach the other ranks: an all-gather, or kernels that read the other ranks' memory.
 Exchange = Literal["gather", "peer"]
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 MAX_RANKS = 64
 

@@ -135,9 +135,10 @@ def check_attention(bench: Bench) -> None:
 def _check_groups(bench: Bench, heads: int) -> None:
     """Rows whose heads share tiles, as runs and trees of few sequences have them: against float64, and by bits as each row alone."""
     p, longest = bench.p, max(LONG_CONTEXTS)
-    bound, nodes = p.splits.begin(p.splits.of(longest - 1)), min(p.group + 2, MAX_PATH)
-    # a run whose first row sees whole splits and nothing else, another run, a tree of two branches, rows in falling order
-    length = longest - 1 - nodes // 2
+    bound, nodes = p.splits.begin(p.splits.of(longest - 1)), 2 * p.group - 1  # so many rows fill a group wherever they begin
+    # a run whose first row sees whole splits and nothing else, another run, a tree of two branches that begins before a split's last
+    # key, rows in falling order
+    length = bound - 1
     places = [
         bound - 1 + np.arange(p.group + 3),
         longest - nodes + np.arange(nodes),

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import get_args
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
-from kdgen.plan.shard import Exchange, Shard, part_of, shard_obstacles
+from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
@@ -235,7 +234,7 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
         return []
     found: list[Plan] = []
     seen = list(plan.kernels)
-    for exchange in get_args(Exchange):
+    for exchange in EXCHANGES:
         shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1, exchange))
         kernels = tuple(each for each in shared.kernels if each not in seen and each.template in RANK_TEMPLATES)
         seen += kernels

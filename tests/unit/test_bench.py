@@ -6,13 +6,14 @@ import json
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 import kdgen.bench
 import kdgen.bench_parts
+import kdgen.bench_ranks
 import kdgen.bench_timing
 import kdgen.cli.bench
 from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Source, Work
@@ -25,7 +26,9 @@ from kdgen.bench_plot import plot
 from kdgen.bench_timing import Contender, median, medians
 from kdgen.cli import main
 from kdgen.compile import compile_all
+from kdgen.plan.shard import WHOLE, Shard
 from kdgen.resources import templates_dir
+from kdgen.spec import load_spec
 
 SECONDS = 1e-3
 
@@ -63,7 +66,7 @@ class FakeGpu(CpuBackend, CudaBackend):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, cache_directory: Path) -> FakeGpu:
     gpu = FakeGpu()
-    monkeypatch.setattr(kdgen.cli.bench, "open_backend", lambda name: gpu)
+    monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (gpu, WHOLE))
     monkeypatch.setattr(kdgen.bench, "READ_MEGABYTES", 1)
     monkeypatch.setattr(kdgen.bench_parts, "MATRIX_ROUNDS", 1)
     monkeypatch.setattr(kdgen.bench_timing, "REPLAYS", 1)
@@ -80,7 +83,7 @@ def test_everything_at_once(gpu: FakeGpu, tmp_path: Path) -> None:
     result = bench(*options, "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["schema"] == "kdgen.bench/1" and report["backend"] == "fake GPU"
+    assert report["schema"] == "kdgen.bench/2" and report["backend"] == "fake GPU"
     assert [(s["program"], s["rows"]) for s in report["steps"]] == [("decode", 1), ("verify", 8), ("draft", 8)]
     # two kernels each, eight times over, a millisecond a launch
     assert [(p["part"], p["rows"], p["microseconds"]) for p in report["parts"]] == [
@@ -111,6 +114,57 @@ def test_everything_at_once(gpu: FakeGpu, tmp_path: Path) -> None:
         assert part in said
 
 
+def test_ranks_beside_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs itself, here without processes: alone it takes twice the time, and NCCL is missing."""
+    alone = json.loads(bench("--nodes", "1,4", "--json").stdout)
+    jobs: list[tuple[list[str], int]] = []
+
+    def run(command: Sequence[str], ranks: int, _: object, output: IO[bytes], errors: IO[bytes]) -> int:
+        jobs.append((list(command[3:]), ranks))
+        if "gather" in command:
+            errors.write(b"kdgen: error: pip install 'kdgen[multi]'\n")
+            return 2
+        report = json.loads(json.dumps(alone))
+        for step in report["steps"] if ranks > 1 else ():
+            step["microseconds"] /= 2
+            step["kernels"].append(
+                {"kernel": "rank_sum", "rows": step["rows"], "launches": 5, "microseconds": 3.0, "floor_microseconds": 0.1}
+            )
+        output.write(json.dumps(report).encode())
+        return 0
+
+    monkeypatch.setattr(kdgen.bench_ranks, "run_ranks", run)
+    result = bench("--nodes", "1,4", "--tp", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    timed = ["bench", "tiny-dflash", "--context", "20", "--nodes", "1,4", "--seed", "0", "--dtype", "bf16"]
+    assert jobs == [([*timed, "--json"], 1), ([*timed, "--exchange", "gather", "--json"], 2), ([*timed, "--exchange", "peer", "--json"], 2)]
+    assert report["schema"] == "kdgen.bench-ranks/1" and list(report["runs"]) == ["peer"]
+    assert report["missing"] == {"gather": "2 ranks: pip install 'kdgen[multi]'"}
+    assert [(s["exchange"], s["rows"], s["speedup"], s["collectives_microseconds"]) for s in report["steps"]] == [
+        ("peer", 1, 2.0, 15.0), ("peer", 4, 2.0, 15.0),
+    ]  # fmt: skip
+    assert [(c["collective"], c["rows"], c["in_step"], c["microseconds"]) for c in report["collectives"]] == [
+        ("rank_sum", 1, 5, 3.0), ("rank_sum", 4, 5, 3.0),
+    ]  # fmt: skip
+    said = bench("--nodes", "1,4", "--tp", "2").stdout
+    for part in ("on 2 ranks and on one, fake GPU", "peer memory", "2.00", "rank_sum", "nothing by NCCL: 2 ranks: pip install"):
+        assert part in said
+    failed = bench("--tp", "2", "--exchange", "gather")
+    assert failed.exit_code == 2 and "2 ranks: pip install" in failed.output
+
+
+def test_a_rank_times_its_part(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers stand among the kernels."""
+    monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (gpu, Shard(2, 0, "gather")))
+    monkeypatch.setattr(FakeGpu, "gather", lambda self, work: None)
+    report = json.loads(bench("--nodes", "1", "--json").stdout)
+    kernels = {kernel["kernel"]: kernel for kernel in report["steps"][0]["kernels"]}
+    layers = load_spec("tiny-dflash").num_hidden_layers
+    assert kernels["gather_attention"]["launches"] == layers and kernels["gather_mlp"]["launches"] == layers + 1
+    assert kernels["gather_choice"]["launches"] == 1 and kernels["rank_sum"]["launches"] == 2 * layers + 1
+
+
 def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
     result = bench("--nodes", "1,4", "--experts", "2,3", "--no-kernels", "--json")
     assert result.exit_code == 0, result.output
@@ -127,6 +181,9 @@ def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
         (["--nodes", "65"], "--nodes takes numbers from 1 to 64"),
         (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context or --prefill"),
         (["--nodes", "some"], "is no list of numbers"),
+        (["--exchange", "peer"], "--exchange is between ranks: add --tp"),
+        (["--tp", "2", "--peers"], "of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers"),
+        (["--tp", "3"], "3 ranks cannot share it"),
     ],
 )
 def test_what_is_refused(gpu: FakeGpu, options: list[str], said: str) -> None:
@@ -135,7 +192,7 @@ def test_what_is_refused(gpu: FakeGpu, options: list[str], said: str) -> None:
 
 
 def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) -> None:
-    monkeypatch.setattr(kdgen.cli.bench, "open_backend", lambda name: cpu_backend)
+    monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
     result = bench()
     assert result.exit_code == 2 and "a benchmark needs a GPU: the CPU backend emulates one thread by thread" in result.output
 
@@ -170,7 +227,7 @@ def test_the_roof() -> None:
     """A kernel at half the roof has half its bar; what takes next to nothing is not drawn."""
     kernels = (KernelTime("a<b", 1, 2, 100.0, 50.0), KernelTime("roof", 1, 1, 10.0, 10.0), KernelTime("tiny", 1, 1, 0.1, 0.1))
     step = StepTime("decode", 1, 4096, 210.0, 110.0, 0, kernels)
-    drawn = xml.etree.ElementTree.fromstring(plot(BenchReport("spec & co", "bf16", 4, "GPU", 4e12, (step,), {})))
+    drawn = xml.etree.ElementTree.fromstring(plot(BenchReport("spec & co", "bf16", 4, "GPU", 4e12, (step,))))
     bars = [float(e.get("width", "")) for e in drawn.iter() if e.tag.endswith("rect") and e.get("fill") != "white"]
     texts = [e.text or "" for e in drawn.iter() if e.tag.endswith("text")]
     assert len(bars) == 2 and bars[0] == pytest.approx(bars[1] / 2, abs=0.1)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from kdgen.cli import main
+from kdgen.launch import run_ranks
 
 TINY = Path(__file__).resolve().parents[1] / "oracle" / "data" / "tiny"
 
@@ -40,6 +42,24 @@ def test_ranks_decode_what_one_does() -> None:
 def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str], said: str) -> None:
     result = in_process_of_its_own("--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", *arguments, environment=environment)
     assert result.returncode == 2 and said in result.stderr and result.stderr.count(said) == 1 and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [(["--prompt-ids", ""], "--prompt-ids: the prompt is empty"), ([], "stdin: the prompt is empty")]
+)
+def test_a_prompt_that_cannot_be_is_refused_before_there_are_ranks(prompt: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdgen.cli.generate.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(main, ["generate", "--model", str(TINY), "--tp", "2", "--backend", "cpu", *prompt], input="\n")
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_text_that_is_piped_in_comes_to_the_first_rank(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import sys; sys.stdout.write(repr(sys.stdin.read()))")
+    with tempfile.TemporaryFile() as output:
+        assert run_ranks([sys.executable, str(script)], 2, given=b"two\nlines\n", output=output) == 0
+        output.seek(0)
+        assert output.read() == b"'two\\nlines\\n'"
 
 
 def test_packed_files_are_for_one_rank(tmp_path: Path) -> None:
