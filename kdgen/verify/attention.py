@@ -135,25 +135,22 @@ def check_attention(bench: Bench) -> None:
 def _check_groups(bench: Bench, heads: int) -> None:
     """Rows whose heads share tiles, as runs and trees of few sequences have them: against float64, and by bits as each row alone."""
     p, longest = bench.p, max(LONG_CONTEXTS)
-    bound, nodes = p.splits.begin(p.splits.of(longest - 1)), 2 * p.group - 1  # so many rows fill a group wherever they begin
-    # a run whose first row sees whole splits and nothing else, another run, a tree of two branches that begins before a split's last
-    # key, rows in falling order
-    length = bound - 1
-    places = [
-        bound - 1 + np.arange(p.group + 3),
-        longest - nodes + np.arange(nodes),
-        length + (np.arange(nodes) + 1) // 2,
-        np.array([longest - 1, 70, 0]),
-    ]
-    sequences = np.repeat([0, 1, 2, 3], [len(each) for each in places]).astype(np.int32)
+    group, bound = np.arange(p.group), p.splits.begin(p.splits.of(longest - 1))
+    nodes = np.arange(2 * p.group - 1)  # so many rows fill a group wherever they begin
+    # runs that fill a group, whose first rows see whole splits and nothing else, or a key less; rows in falling order; a tree of two
+    # branches; a run that fills none
+    length = bound + 3
+    falling = np.linspace(longest - 1, 0, p.group)
+    places = [bound - 1 + group, bound - 2 + group, falling, length + (nodes + 1) // 2, longest - 3 + np.arange(3)]
+    sequences = np.repeat(np.arange(5, dtype=np.int32), [len(each) for each in places])
     positions = np.concatenate(places).astype(np.int32)
     most = len(positions)
     prefixes, paths = positions + 1, np.full((most, MAX_PATH), 1 << 20, np.int32)
-    for node, row in enumerate(np.flatnonzero(sequences == 2)):  # node n is behind n - 2, nodes 1 and 2 behind the root
+    for node, row in enumerate(np.flatnonzero(sequences == 3)):  # node n is behind n - 2, nodes 1 and 2 behind the root
         depth = int(positions[row]) - length
         prefixes[row], paths[row, : depth + 1] = length, [0, *range(node - 2 * depth + 2, node + 1, 2)]
     query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
-    together = Rows(query, sequences, positions, prefixes, paths, bench.random(bench.act, 4, longest + MAX_NODES, p.row))
+    together = Rows(query, sequences, positions, prefixes, paths, bench.random(bench.act, 5, longest + MAX_NODES, p.row))
     got = _attend(bench, together, heads)
     keys = np.stack([_seen(together, row) for row in range(most)])
     _compare_attention(bench, got, replace(together, cache=keys), heads)
