@@ -1,14 +1,17 @@
-"""All-gathers of GPU ranks through NCCL, by the four of its functions that this takes.
+"""All-gathers of GPU ranks through NCCL, by the three of its functions that this takes.
 
-The library comes with ``pip install 'kdgen[multi]'``, or with whatever else brought ``nvidia-nccl``; a system's own will do.
+``pip install 'kdgen[multi]'`` brings the library and nccl4py, NVIDIA's bindings of it. Where those are missing, the library that
+something else brought (torch's nvidia-nccl, the system) is called by ctypes: the functions have been the same since NCCL 2.0.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any, Protocol
 
 from kdgen.errors import BackendError
 from kdgen.ranks import Group
@@ -17,8 +20,105 @@ _UNIQUE_ID_BYTES = 128
 _INT8, _INT32 = 0, 2  # ncclDataType_t
 
 
+class Calls(Protocol):
+    """NCCL's functions. Each raises BackendError with NCCL's word for what went wrong."""
+
+    def unique_id(self) -> bytes: ...
+
+    def join(self, ranks: int, unique_id: bytes, rank: int) -> None:
+        """Make this process's communicator; all ranks do at once."""
+
+    def all_gather(self, source: int, target: int, count: int, kind: int, stream: int) -> None: ...
+
+
+class Nccl:
+    """A communicator of all ranks of ``group``, on the GPU that is current. All ranks make theirs at once.
+
+    Raises BackendError when the library is missing, or NCCL refuses (two ranks on one GPU, say).
+    """
+
+    def __init__(self, group: Group) -> None:
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in switches have an order of their own, and all-gathers need none
+        calls, problem = None, ""
+        try:
+            calls = open_calls()
+        except BackendError as error:
+            problem = str(error)
+        missing = [str(rank) for rank, said in enumerate(group.exchange(problem.encode())) if said]
+        if missing or calls is None:
+            why = problem or f"rank {missing[0]} lacks it"
+            raise BackendError(f"ranks that do not reach each other's memory need NCCL: pip install 'kdgen[multi]' ({why})")
+        self._calls = calls
+        calls.join(group.ranks, group.exchange(b"" if group.rank else calls.unique_id())[0], group.rank)
+
+    def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """``nbytes`` from address ``source`` of every rank to ``target``, in ``stream`` or in what it is captured to."""
+        count, kind = (nbytes // 4, _INT32) if nbytes % 4 == 0 else (nbytes, _INT8)
+        self._calls.all_gather(source, target, count, kind, stream)
+
+
+def open_calls() -> Calls:
+    """nccl4py where it is installed, else the library itself. Raises BackendError where neither is."""
+    try:
+        return _Nccl4py(importlib.import_module("nccl.bindings.nccl"))
+    except ImportError:
+        return _Library(library_path())
+
+
+class _Nccl4py:
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+        self._communicator: Any = None
+        self._called("get_version")  # loads the library
+
+    def unique_id(self) -> bytes:
+        return bytes(self._called("get_unique_id"))
+
+    def join(self, ranks: int, unique_id: bytes, rank: int) -> None:
+        self._communicator = self._called("comm_init_rank", ranks, self._bindings.UniqueId.from_buffer(unique_id), rank)
+
+    def all_gather(self, source: int, target: int, count: int, kind: int, stream: int) -> None:
+        self._called("all_gather", source, target, count, kind, self._communicator, stream)
+
+    def _called(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._bindings, name)(*arguments)
+        except (self._bindings.NCCLError, RuntimeError) as error:  # the latter where there is no library, or an old one
+            raise BackendError(f"{name}: {error}") from error
+
+
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * _UNIQUE_ID_BYTES),)
+
+
+class _Library:
+    def __init__(self, path: str) -> None:
+        try:
+            self._library = library = ctypes.CDLL(path)
+        except OSError as error:
+            raise BackendError(str(error)) from None
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        library.ncclCommInitRank.argtypes = (ctypes.c_void_p, ctypes.c_int, _UniqueId, ctypes.c_int)
+        library.ncclAllGather.argtypes = (
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+        )  # fmt: skip
+        self._communicator = ctypes.c_void_p()
+
+    def unique_id(self) -> bytes:
+        found = _UniqueId()
+        self._check(self._library.ncclGetUniqueId(ctypes.byref(found)), "ncclGetUniqueId")
+        return bytes(found)
+
+    def join(self, ranks: int, unique_id: bytes, rank: int) -> None:
+        unique = _UniqueId.from_buffer_copy(unique_id)
+        self._check(self._library.ncclCommInitRank(ctypes.byref(self._communicator), ranks, unique, rank), "ncclCommInitRank")
+
+    def all_gather(self, source: int, target: int, count: int, kind: int, stream: int) -> None:
+        self._check(self._library.ncclAllGather(source, target, count, kind, self._communicator, stream), "ncclAllGather")
+
+    def _check(self, status: int, what: str) -> None:
+        if status:
+            raise BackendError(f"{what}: {self._library.ncclGetErrorString(status).decode(errors='replace')}; NCCL_DEBUG=WARN says more")
 
 
 def library_path() -> str:
@@ -31,44 +131,3 @@ def library_path() -> str:
         if (path := Path(folder) / "lib" / "libnccl.so.2").is_file():
             return str(path)
     return "libnccl.so.2"
-
-
-class Nccl:
-    """A communicator of all ranks of ``group``, on the GPU that is current. All ranks make theirs at once.
-
-    Raises BackendError when the library is missing, or NCCL refuses (two ranks on one GPU, say).
-    """
-
-    def __init__(self, group: Group) -> None:
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in switches have an order of their own, and all-gathers need none
-        try:
-            self._library: ctypes.CDLL | None = ctypes.CDLL(library_path())
-            problem = ""
-        except OSError as error:
-            self._library, problem = None, str(error)
-        missing = [str(rank) for rank, said in enumerate(group.exchange(problem.encode())) if said]
-        if missing:
-            why = problem or f"rank {missing[0]} lacks it"
-            raise BackendError(f"ranks that do not reach each other's memory need NCCL: pip install 'kdgen[multi]' ({why})")
-        assert self._library is not None
-        self._library.ncclGetErrorString.restype = ctypes.c_char_p
-        self._library.ncclCommInitRank.argtypes = (ctypes.c_void_p, ctypes.c_int, _UniqueId, ctypes.c_int)
-        self._library.ncclAllGather.argtypes = (
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
-        )  # fmt: skip
-        unique = _UniqueId()
-        if group.rank == 0:
-            self._check(self._library.ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
-        unique = _UniqueId.from_buffer_copy(group.exchange(bytes(unique))[0])
-        self._communicator = ctypes.c_void_p()
-        self._check(self._library.ncclCommInitRank(ctypes.byref(self._communicator), group.ranks, unique, group.rank), "ncclCommInitRank")
-
-    def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
-        """``nbytes`` from address ``source`` of every rank to ``target``, in ``stream`` or in what it is captured to."""
-        assert self._library is not None
-        count, kind = (nbytes // 4, _INT32) if nbytes % 4 == 0 else (nbytes, _INT8)
-        self._check(self._library.ncclAllGather(source, target, count, kind, self._communicator, stream), "ncclAllGather")
-
-    def _check(self, status: int, what: str) -> None:
-        if status and self._library is not None:
-            raise BackendError(f"{what}: {self._library.ncclGetErrorString(status).decode(errors='replace')}; NCCL_DEBUG=WARN says more")
