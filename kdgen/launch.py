@@ -105,6 +105,7 @@ def _ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
+                process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
         if not _wait_for(processes, PATIENCE):
             for process in processes:
                 process.kill()

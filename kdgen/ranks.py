@@ -16,14 +16,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kdgen import __version__
 from kdgen.errors import BackendError, KdgenError
 
-JOIN_SECONDS = 120.0  #: how long ranks wait for each other at the start
+JOIN_SECONDS = 120.0  #: how long ranks wait for each other at the start, where KDGEN_JOIN_SECONDS does not say otherwise
+NOTICE_SECONDS = 5.0  #: after which they say what they wait for
 EXCHANGE_SECONDS = 600.0  #: and later, where a rank may have gigabytes to load first
+BEAT_SECONDS = 1.0  #: how often a rank tells the others that it is there
+QUIET_SECONDS = 8.0  #: after which one that tells nothing counts as lost
 GRACE_SECONDS = 3.0  #: how long a rank may take to end by itself once another one is lost
 DEFAULT_PORT = 29611
 _MAX_FRAME = 1 << 24
@@ -33,7 +36,8 @@ _MAX_FRAME = 1 << 24
 class Place:
     """Where a process stands among the ranks. ``host`` and ``port`` are where rank 0 listens, ``token`` is the job's.
 
-    ``parent`` is the process that has started the ranks and must not end before them; 0: whoever did sees to them itself.
+    ``parent`` is the process that has started the ranks and must not end before them; 0: whoever did sees to them itself. ``seconds``
+    is how long ranks wait for each other at the start.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class Place:
     port: int
     token: str = ""
     parent: int = 0
+    seconds: float = JOIN_SECONDS
 
 
 def place_in(environment: Mapping[str, str]) -> Place | None:
@@ -76,7 +81,8 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
     if not 0 < port < 65536:
         raise KdgenError(f"port {port} for the ranks' connections does not exist: set KDGEN_PORT")
     parent = _number(environment, "KDGEN_PARENT") if "KDGEN_PARENT" in environment else 0
-    return Place(rank, ranks, local_rank, host, port, environment.get("KDGEN_JOB", ""), parent)
+    seconds = _number(environment, "KDGEN_JOIN_SECONDS") if "KDGEN_JOIN_SECONDS" in environment else JOIN_SECONDS
+    return Place(rank, ranks, local_rank, host, port, environment.get("KDGEN_JOB", ""), parent, seconds)
 
 
 #: Variables of rank, ranks and rank on its host, by launcher.
@@ -101,19 +107,19 @@ class Group:
     Joining raises KdgenError when the others do not come, or run another kdgen or job.
     """
 
-    def __init__(self, place: Place, seconds: float = JOIN_SECONDS) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
         self.rank, self.ranks = place.rank, place.ranks
         self.lost = ""  #: why the job cannot go on; empty while it can
         self.left: set[int] = set()  #: ranks that have done their part; only rank 0 knows of all
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
         self._peers: dict[int, _Peer] = {}  # of rank 0 all others, of others rank 0
-        deadline = time.monotonic() + seconds
+        wait = _Wait(place)
         if self.rank == 0:
-            self._accept(deadline)
+            self._accept(wait)
         else:
-            self._connect(deadline)
+            self._connect(wait)
         self._watcher = threading.Thread(target=self._watch, name="kdgen-ranks", daemon=True)
         self._watcher.start()
         hosts = self.exchange(socket.gethostname().encode())
@@ -157,15 +163,14 @@ class Group:
                 return
             self._closed = True
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                _send(peer.life, [b"failed" if problem or self.lost else b"bye", (problem or self.lost).encode()])
+            self._tell(peer, b"failed" if problem or self.lost else b"bye", problem or self.lost)
             for each in (peer.life, peer.talk):
                 with contextlib.suppress(OSError):
                     each.close()
 
     # ---- meeting ----------------------------------------------------------------------------------------------------
 
-    def _accept(self, deadline: float) -> None:
+    def _accept(self, wait: _Wait) -> None:
         place = self.place
         try:
             family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
@@ -176,12 +181,15 @@ class Group:
         waiting: dict[tuple[int, str], socket.socket] = {}
         with listener:
             while len(waiting) < 2 * (self.ranks - 1):
-                listener.settimeout(max(deadline - time.monotonic(), 0.01))
+                missing = ", ".join(map(str, sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting})))
+                wait.say(f"ranks {missing} at {place.host} port {place.port}")
+                if wait.over:
+                    raise KdgenError(f"ranks {missing} of {self.ranks} did not come in {place.seconds:.0f} s")
+                listener.settimeout(0.2)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    missing = sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting})
-                    raise KdgenError(f"ranks {', '.join(map(str, missing))} of {self.ranks} did not come") from None
+                    continue
                 connection.settimeout(5.0)
                 try:
                     rank, kind = self._greeted(connection)
@@ -206,8 +214,8 @@ class Group:
         connection.settimeout(EXCHANGE_SECONDS)
         return rank, kind
 
-    def _connect(self, deadline: float) -> None:
-        sockets = []
+    def _connect(self, wait: _Wait) -> None:
+        sockets, where = [], f"{self.place.host} port {self.place.port}"
         for kind in ("talk", "life"):
             hello = {"job": self.place.token, "kdgen": __version__, "ranks": self.ranks, "rank": self.rank, "kind": kind}
             while True:
@@ -217,8 +225,8 @@ class Group:
                     refusal = _receive(connection)[0].decode()
                     break
                 except (OSError, ValueError) as error:
-                    if time.monotonic() > deadline:
-                        where = f"{self.place.host} port {self.place.port}"
+                    wait.say(f"rank 0 at {where}")
+                    if wait.over:
                         raise KdgenError(f"rank {self.rank} cannot reach rank 0 at {where}: {error}") from None
                     time.sleep(0.05)
             if refusal:
@@ -235,24 +243,31 @@ class Group:
             for rank, peer in self._peers.items():
                 with contextlib.suppress(OSError, ValueError):
                     selector.register(peer.life, selectors.EVENT_READ, rank)
+            pulse = _Pulse(self._peers, time.monotonic())
             while (selector.get_map() or self.place.parent) and not self._closed and not self.lost:
                 if self.place.parent and os.getppid() != self.place.parent:
                     self.lost = "the process that started the ranks is gone"
-                for key, _ in selector.select(0.5):
+                for key, _ in selector.select(BEAT_SECONDS / 2):
                     if self._closed:
                         return
                     problem = self._news(key.data)
+                    pulse.heard(key.data, time.monotonic())
                     if problem is None:
                         self.left.add(key.data)
+                        pulse.leave(key.data)
                         selector.unregister(key.fileobj)
-                    elif not self._closed:
+                    elif problem and not self._closed:
                         self.lost = problem
                         break
+                if pulse.beats(now := time.monotonic()):
+                    for rank in pulse.ranks:
+                        self._tell(self._peers[rank], b"here")
+                if not self.lost and (quiet := pulse.quiet(now)):
+                    self.lost = f"rank {quiet[0]} has not been heard of for {QUIET_SECONDS:.0f} s: it is stopped, or out of reach"
         if not self.lost:
             return
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                _send(peer.life, [b"failed", self.lost.encode()])
+            self._tell(peer, b"failed", self.lost)
             with contextlib.suppress(OSError):
                 peer.talk.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
         time.sleep(GRACE_SECONDS)
@@ -261,16 +276,75 @@ class Group:
             sys.stderr.flush()
             os._exit(2)
 
+    def _tell(self, peer: _Peer, kind: bytes, reason: str = "") -> None:
+        """A frame on a life line, whole, whichever thread sends another one."""
+        with self._telling, contextlib.suppress(OSError):
+            _send(peer.life, [kind, reason.encode()])
+
     def _news(self, rank: int) -> str | None:
-        """What a life line says: None for a farewell, else why the job cannot go on."""
+        """What a life line says: None for a farewell, else why the job cannot go on; empty where it can."""
         try:
             kind, *reason = _receive(self._peers[rank].life)
         except (OSError, ValueError):
             return f"rank {rank} is gone"
-        if kind == b"bye":
-            return None
+        if kind in (b"bye", b"here"):
+            return None if kind == b"bye" else ""
         said = reason[0].decode(errors="replace") if reason else ""
         return said if said.startswith("rank ") else f"rank {rank} failed: {said}"
+
+
+class _Wait:
+    """How long the start may take; who waits says so once, after a while."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._began, self._said = place, time.monotonic(), False
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self._began > self._place.seconds
+
+    def say(self, what: str) -> None:
+        if self._said or time.monotonic() - self._began < NOTICE_SECONDS:
+            return
+        self._said = True
+        place = self._place
+        sys.stderr.write(
+            f"kdgen: rank {place.rank} of {place.ranks} waits for {what}, for {place.seconds:.0f} s in all (KDGEN_JOIN_SECONDS)\n"
+        )
+        sys.stderr.flush()
+
+
+class _Pulse:
+    """When each of some ranks was last heard of, and when to tell them that this one is here."""
+
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        self._heard = dict.fromkeys(ranks, now)
+        self._beat = self._looked = now
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._heard)
+
+    def heard(self, rank: int, now: float) -> None:
+        self._heard[rank] = now
+
+    def leave(self, rank: int) -> None:
+        del self._heard[rank]
+
+    def beats(self, now: float) -> bool:
+        """Whether it is time to be heard again."""
+        if now - self._beat < BEAT_SECONDS:
+            return False
+        self._beat = now
+        return True
+
+    def quiet(self, now: float) -> list[int]:
+        """Ranks that were silent for too long. Call it often: time in which this process did not run itself counts for nobody."""
+        stopped = now - self._looked > 2 * BEAT_SECONDS
+        self._looked = now
+        if stopped:
+            self._heard = dict.fromkeys(self._heard, now)
+        return [rank for rank, at in self._heard.items() if now - at > QUIET_SECONDS]
 
 
 @dataclass(frozen=True)

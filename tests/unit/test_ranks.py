@@ -15,7 +15,7 @@ import pytest
 
 from kdgen.errors import BackendError, KdgenError
 from kdgen.launch import run_ranks
-from kdgen.ranks import Group, Place, place_in
+from kdgen.ranks import Group, Place, _Pulse, place_in
 
 SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
 
@@ -36,6 +36,10 @@ SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": "4000", "KDGEN_JOB": "x"},
             Place(1, 2, 1, "127.0.0.1", 4000, "x"),
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "KDGEN_JOIN_SECONDS": "7"},
+            Place(0, 2, 0, "127.0.0.1", 29611, seconds=7),
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
@@ -82,7 +86,7 @@ def groups(ranks: int) -> list[Group]:
     port, found = free_port(), {}
 
     def join(rank: int) -> None:
-        found[rank] = Group(Place(rank, ranks, rank, "127.0.0.1", port, "job"), 20)
+        found[rank] = Group(Place(rank, ranks, rank, "127.0.0.1", port, "job", seconds=20))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -113,12 +117,35 @@ def test_every_rank_gets_what_all_gave() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(KdgenError, match="ranks 1, 2 of 3 did not come"):
-        Group(Place(0, 3, 0, "127.0.0.1", free_port()), 0.3)
+        Group(Place(0, 3, 0, "127.0.0.1", free_port(), seconds=0.3))
+
+
+def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, with what it waits for and how long."""
+    monkeypatch.setattr("kdgen.ranks.NOTICE_SECONDS", 0.1)
+    port = free_port()
+    for rank, what in ((0, "ranks 1"), (1, "rank 0")):
+        with pytest.raises(KdgenError):
+            Group(Place(rank, 2, rank, "127.0.0.1", port, seconds=1))
+        waits = f"rank {rank} of 2 waits for {what} at 127.0.0.1 port {port}, for 1 s in all (KDGEN_JOIN_SECONDS)"
+        assert capsys.readouterr().err.count(waits) == 1
+
+
+def test_time_in_which_a_process_is_stopped_itself_counts_for_nobody() -> None:
+    pulse = _Pulse([1, 2], 0.0)
+    assert [pulse.beats(now) for now in (0.5, 1.0, 1.5, 2.0)] == [False, True, False, True]
+    for now in range(1, 7):
+        pulse.heard(2, float(now))
+        assert pulse.quiet(float(now)) == []
+    assert pulse.quiet(100.0) == []  # a gap of its own
+    assert [pulse.quiet(100.0 + second) for second in range(1, 10)] == [[]] * 8 + [[1, 2]]
+    pulse.leave(1)
+    assert pulse.quiet(110.0) == [2] and pulse.ranks == [2]
 
 
 def test_nobody_to_join() -> None:
     with pytest.raises(KdgenError, match="rank 1 cannot reach rank 0"):
-        Group(Place(1, 2, 1, "127.0.0.1", free_port()), 0.3)
+        Group(Place(1, 2, 1, "127.0.0.1", free_port(), seconds=0.3))
 
 
 def test_strangers_and_other_jobs_are_ignored() -> None:
@@ -127,7 +154,7 @@ def test_strangers_and_other_jobs_are_ignored() -> None:
 
     def accept() -> None:
         try:
-            Group(Place(0, 2, 0, "127.0.0.1", port, "ours"), 1.5)
+            Group(Place(0, 2, 0, "127.0.0.1", port, "ours", seconds=1.5))
         except KdgenError as error:
             outcome.append(str(error))
 
@@ -137,9 +164,9 @@ def test_strangers_and_other_jobs_are_ignored() -> None:
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(KdgenError, match="cannot reach rank 0"):
-        Group(Place(1, 2, 1, "127.0.0.1", port, "theirs"), 0.5)
+        Group(Place(1, 2, 1, "127.0.0.1", port, "theirs", seconds=0.5))
     thread.join()
-    assert outcome == ["ranks 1 of 2 did not come"]
+    assert outcome == ["ranks 1 of 2 did not come in 2 s"]
 
 
 def test_other_numbers_of_ranks_do_not_fit() -> None:
@@ -147,12 +174,12 @@ def test_other_numbers_of_ranks_do_not_fit() -> None:
 
     def accept() -> None:
         with pytest.raises(KdgenError, match="did not come"):
-            Group(Place(0, 2, 0, "127.0.0.1", port), 2)
+            Group(Place(0, 2, 0, "127.0.0.1", port, seconds=2))
 
     thread = threading.Thread(target=accept)
     thread.start()
     with pytest.raises(KdgenError, match=r"does not fit: rank 0 runs kdgen .* with 2 ranks"):
-        Group(Place(1, 3, 1, "127.0.0.1", port), 2)
+        Group(Place(1, 3, 1, "127.0.0.1", port, seconds=2))
     thread.join()
 
 
@@ -240,6 +267,25 @@ while True:
 """
     code, _, said, seconds = run(tmp_path, 3, body)
     assert code == 2 and seconds < SECONDS and f"rank {victim} of 3 was ended by SIGKILL" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_counts_as_lost(tmp_path: Path, victim: int) -> None:
+    """By SIGSTOP, say, or in a debugger: its connections stay open, and nothing comes. The others notice; then it is ended, too."""
+    body = f"""
+gather(1)
+if group.rank == {victim}:
+    os.kill(os.getpid(), 19)
+began = time.monotonic()
+try:
+    while True:
+        gather(2)
+except KdgenError:
+    assert time.monotonic() - began < {SECONDS}, time.monotonic() - began
+    raise
+"""
+    code, _, said, _ = run(tmp_path, 2, body)
+    assert code == 2 and f"rank {victim} has not been heard of for 8 s: it is stopped, or out of reach" in said
 
 
 @pytest.mark.parametrize("failing", [0, 1])
