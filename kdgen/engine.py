@@ -18,6 +18,7 @@ from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
 from kdgen.plan.programs import SAMPLED
+from kdgen.plan.tiled import twin_name
 from kdgen.render import render
 from kdgen.rope import rope_tables
 from kdgen.sampling import GREEDY, Sampling
@@ -370,6 +371,8 @@ class Engine:
         """Start a program. A step of a kind seen before is recorded, so that from then on the host starts it with one call."""
         context = self.backend.recorded_context(max(self._lengths[sequence] for sequence in sequences) + tokens)
         program = self.choosing(program, sequences)
+        if 0 < self._plan.tiled_rows <= tokens and twin_name(program) in self._programs:
+            program = twin_name(program)
         kind = (program, tokens, context, len(sequences))
         if kind not in self._replays:
             work = self.work(*kind)

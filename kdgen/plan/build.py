@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdgen.errors import KdgenError
-from kdgen.plan import draft
+from kdgen.plan import draft, tiled
 from kdgen.plan.ir import Compute, Family, Limits, Plan
 from kdgen.plan.kernels import Catalogue, has_wgmma_shapes, mma_obstacles, mode_of
 from kdgen.plan.programs import buffers, gathers, programs
@@ -65,23 +65,32 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
             )
     if family == "sm_90a":
         notes.append("sm_90a only: attention over the cache runs on wgmma, with splits of its own and a block an SM")
+        notes.append("sm_90a only: prefills of many rows run their matrix kernels on wgmma, with the bits of the kernels for few rows")
     else:
         notes.append("for every target: no block uses more than 99 KiB of shared memory")
     if spec.draft is not None:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
+    kernels = Catalogue(spec, mode, shard.ranks, shard.exchange).all() + draft.kernels(spec, compute, shard)
+    steps = draft.programs(programs(spec, mode, limits, shard), spec, mode.act_bytes, limits, shard)
+    if family == "sm_90a":
+        prefills = tuple(program for program in steps if program.name.startswith("prefill"))
+        twins = tiled.twins(kernels, prefills)
+        kernels += twins
+        steps += tuple(tiled.tiled_program(program, twins) for program in prefills)
     return Plan(
         spec_name=spec.name,
         spec_sha256=spec.sha256,
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=Catalogue(spec, mode, shard.ranks, shard.exchange).all() + draft.kernels(spec, compute, shard),
+        kernels=kernels,
         weights=weights(spec, mode, shard),
         draft_weights=draft.weights(spec, compute, shard),
         buffers=buffers(spec, mode, limits, shard) + draft.buffers(part, mode, limits),
-        programs=draft.programs(programs(spec, mode, limits, shard), spec, mode.act_bytes, limits, shard),
+        programs=steps,
         notes=tuple(notes),
         shard=shard,
         gathers=gathers(spec, shard),
         family=family,
+        tiled_rows=tiled.TILED_ROWS[part.kv_lora_rank] if family == "sm_90a" else 0,
     )

@@ -244,6 +244,7 @@ class Plan:
 
     Plans of several ranks have the same kernels and programs, and differ in their weights and in which tokens are theirs.
     ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
+    ``tiled_rows``: token rows from which on a prefill is the program for many rows, ``<program>_tiled``; 0 where there is none.
     ``special`` are whole plans for families of targets that do some of it in another way, with the same weights and state.
     """
 
@@ -262,6 +263,7 @@ class Plan:
     gathers: tuple[Gather, ...] = ()
     family: Family = "generic"
     special: tuple[Plan, ...] = ()
+    tiled_rows: int = 0
 
     def on(self, family: Family) -> Plan:
         """The one plan for targets of ``family``: a special one, or this without any."""

@@ -77,6 +77,28 @@ class LinearMma:
 
 
 @dataclass(frozen=True)
+class LinearWgmma:
+    name: str
+    decode: str
+    rows: int
+    cols: int
+    x_stride: int
+    x_batch_stride: int
+    y_stride: int
+    y_batch_stride: int
+    ranges: int
+    stage_steps: int
+    tokens: int
+    warps: int
+    smem_comment: str
+    out: CType
+    gated: bool
+    bias: bool
+    accumulate: bool
+    epilogue_comment: str
+
+
+@dataclass(frozen=True)
 class RopeCache:
     name: str
     heads: int
@@ -231,6 +253,25 @@ class ExpertsMma:
     out: CType
     gated: bool
     lists_are_old: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class ExpertsWgmma:
+    name: str
+    decode: str
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    ranges: int
+    warps: int
+    tokens: int
+    stage_steps: int
+    slots: int
+    smem_comment: str
+    int4: bool
+    out: CType
+    gated: bool
     weight_comment: str
 
 

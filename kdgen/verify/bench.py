@@ -133,6 +133,12 @@ class Bench:
         self.was_cut = True
         return most
 
+    @property
+    def decode_twin(self) -> Kernel | None:
+        """The kernel for few rows whose bits this one gives, where it is for many."""
+        name: str | None = getattr(self.p, "decode", None)
+        return self.plan.kernel(name) if name else None
+
     # ---- memory ---------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
@@ -176,21 +182,24 @@ class Bench:
         sequences: int = 1,
         grid: Mapping[int, int] | None = None,
         row_tiles: int | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
         """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``, on its first ``row_tiles`` or all of them.
 
-        The grid is for more token rows than there are: hosts know an upper bound alone, and blocks beyond the last row must do nothing.
+        ``kernel`` is another one of the plan that takes its place. The grid is for more token rows than there are: hosts know an upper
+        bound alone, and blocks beyond the last row must do nothing.
         """
+        kernel = kernel or self.kernel
         processors = self.backend.processors
-        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences, processors) for extent in self.kernel.grid)
+        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences, processors) for extent in kernel.grid)
         grid = grid or {}
-        if self.kernel.row_tiles is not None:
-            arguments = (*arguments, self.kernel.row_tiles if row_tiles is None else row_tiles)
+        if kernel.row_tiles is not None:
+            arguments = (*arguments, kernel.row_tiles if row_tiles is None else row_tiles)
         self.backend.launch(
-            self.kernel.name,
+            kernel.name,
             (grid.get(0, x), grid.get(1, y), grid.get(2, z)),
-            self.kernel.block,
-            self.kernel.smem,
+            kernel.block,
+            kernel.smem,
             [argument if isinstance(argument, int) else Pointer(argument) for argument in arguments],
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
+from kdgen.plan.ir import Kernel
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, split_guard
@@ -21,12 +22,20 @@ CHECKS: Registry = {}
 SLICE_WEIGHT_BYTES = 400 << 20
 
 
-@for_template(CHECKS, ["linear_f32.cu.j2", "linear_mma.cu.j2"])
+#: Templates that read weights in tensor-core fragments.
+MMA_LINEARS = ("linear_mma.cu.j2", "linear_wgmma.cu.j2")
+
+
+@for_template(CHECKS, ["linear_f32.cu.j2", *MMA_LINEARS])
 def check_linear(bench: Bench) -> None:
-    """y[m, b] = W[b] x[m, b] (+ bias), through SiLU for gated layers, added to the residual for accumulating ones."""
-    p, most = bench.p, max(bench.tokens)
+    """y[m, b] = W[b] x[m, b] (+ bias), through SiLU for gated layers, added to the residual for accumulating ones. A kernel for
+    many rows must have the bits of the one for few."""
+    p = bench.p
+    if bench.decode_twin:
+        bench.tokens += (p.tokens + 1,)
+    most = max(bench.tokens)
     outputs, batch = p.rows // 2 if p.gated else p.rows, bench.kernel.grid[2].times
-    mma = bench.kernel.template == "linear_mma.cu.j2"
+    mma = bench.kernel.template in MMA_LINEARS
     tile = (8 if p.gated else 16) if mma else 32
     # a slice takes whole batch entries where there are several, which are small, and a few row tiles where there is one
     batches = bench.few(batch)
@@ -41,7 +50,7 @@ def check_linear(bench: Bench) -> None:
     residual = bench.random("f32", most, batches, wanted)
     packed = _linear_weight(bench, w, wanted, batches)
 
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         # everything that the kernel must not read is NaN; the last row ends where its last input does
         x_rows = _scatter(x[rows], p.x_stride, p.x_batch_stride, batch)
@@ -56,7 +65,7 @@ def check_linear(bench: Bench) -> None:
             arguments.append(bench.input(bias))
         row_tiles = -(-wanted // tile)
         grid = {2: batches} if mma else {0: row_tiles, 2: batches}
-        bench.launch(*arguments, y, tokens=count, grid=grid, row_tiles=row_tiles)
+        bench.launch(*arguments, y, tokens=count, grid=grid, row_tiles=row_tiles, kernel=kernel)
         written = split_guard(bench, "y", bench.read(y), count).copy()
         columns = _columns(wanted, batches, p.y_batch_stride)
         result = written[:, columns].reshape(count, batches, wanted)
@@ -79,6 +88,9 @@ def check_linear(bench: Bench) -> None:
             y = y + residual[:, b]
         expected[:, b], error[:, b] = y, off + tolerances.EPS32 * np.abs(y) + tolerances.stored(y, out)
     check_rows(bench, run, {"y": (expected, error)})
+    if twin := bench.decode_twin:
+        rows = np.arange(most)
+        bench.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
 
 
 def _scatter(x: Array, stride: int, batch_stride: int, batch: int) -> Array:
@@ -98,7 +110,7 @@ def _columns(wanted: int, batches: int, batch_stride: int) -> NDArray[np.int64]:
 def _linear_weight(bench: Bench, w: Array, wanted: int, batches: int) -> Array:
     """Logical w [batches, wanted or 2·wanted (gate, then up), K] in the kernel's layout, first rows only where it is a slice."""
     p = bench.p
-    if bench.kernel.template == "linear_mma.cu.j2":
+    if bench.kernel.template in MMA_LINEARS:
         return pack_mma_a(interleaved(w, 8) if p.gated else w)
     needed = batches * p.rows * p.cols * w.dtype.itemsize
     if bench.sliced and needed > SLICE_WEIGHT_BYTES:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.plan.ir import Kernel
 from kdgen.reference import int4, ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, split_guard
@@ -128,11 +129,20 @@ def check_moe_sort(bench: Bench) -> None:
             bench.release()
 
 
-@for_template(CHECKS, ["experts_f32.cu.j2", "experts_mma.cu.j2"])
+#: Templates that read weights in tensor-core fragments.
+MMA_EXPERTS = ("experts_mma.cu.j2", "experts_wgmma.cu.j2")
+
+
+@for_template(CHECKS, ["experts_f32.cu.j2", *MMA_EXPERTS])
 def check_experts(bench: Bench) -> None:
-    """y[assignment] = W[expert] x, for tokens grouped by expert as moe_sort does. A token's bits must not depend on its company."""
-    p, spec, most = bench.p, bench.spec, max(bench.tokens)
-    mma = bench.kernel.template == "experts_mma.cu.j2"
+    """y[assignment] = W[expert] x, for tokens grouped by expert as moe_sort does. A token's bits must not depend on its company, and a
+    kernel for many rows must have those of the one for few.
+    """
+    p, spec = bench.p, bench.spec
+    if bench.decode_twin:
+        bench.tokens += (p.tokens + 1,)
+    most = max(bench.tokens)
+    mma = bench.kernel.template in MMA_EXPERTS
     outputs = p.rows // 2 if p.gated else p.rows
     experts = bench.few(spec.n_routed_experts or 0)
     top_k = min(spec.num_experts_per_tok, experts)
@@ -146,7 +156,7 @@ def check_experts(bench: Bench) -> None:
     x = bench.random(bench.act, most, x_places, p.cols)
     packed, w, group_terms = _expert_weights(bench, experts, wanted)
 
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         active, begins, ends, order = sorted_by_expert(topk[rows], experts)
         # an assignment is token * (experts a token) + place; a slice may have fewer experts than a token takes places
@@ -155,7 +165,7 @@ def check_experts(bench: Bench) -> None:
         lists = [bench.input(array) for array in (active, begins, ends, order)]
         row_tiles = -(-wanted // tile)
         arguments = (bench.integer(len(active)), *lists, bench.input(x[rows]), bench.input(packed), y)
-        bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles)
+        bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel)
         got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
         bench.findings.untouched("y of other rows", got[:, :, wanted:])
         bench.findings.untouched("y of other places", got[:, top_k:])
@@ -174,9 +184,13 @@ def check_experts(bench: Bench) -> None:
             y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
         expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
     check_rows(bench, run, {"y": (expected, error)})
-    # one row over and over: its experts get more tokens than any kernel takes at a time
-    crowd, alone = run(np.zeros(CROWD, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
-    bench.findings.same_bits(f"y of {CROWD} equal rows", crowd, np.repeat(alone, CROWD, axis=0))
+    # one row over and over: its experts get more tokens than the kernel takes at a time
+    count = p.tokens + 6 if bench.decode_twin else CROWD
+    crowd, alone = run(np.zeros(count, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
+    bench.findings.same_bits(f"y of {count} equal rows", crowd, np.repeat(alone, count, axis=0))
+    if twin := bench.decode_twin:
+        rows = np.arange(most)
+        bench.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
 
 
 def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
@@ -188,7 +202,7 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
     """
     p = bench.p
     rows = (2 if p.gated else 1) * wanted
-    mma = bench.kernel.template == "experts_mma.cu.j2"
+    mma = bench.kernel.template in MMA_EXPERTS
     if not p.int4:
         w = bench.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
         w = w.astype(numpy_dtype("bf16" if mma or p.weight == "bf16" else "f32"))

@@ -20,6 +20,7 @@ from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
+from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
@@ -114,9 +115,14 @@ def _that_run(backend: Backend, plans: Plans) -> Plans:
 
 
 def _plans_of(spec: Spec, compute: Compute) -> list[Plan]:
-    """The plan for all targets, and those for some, with the kernels alone that they have of their own."""
+    """The plan for all targets, and those for some, with the kernels alone that they have of their own and those that these are held to."""
     plan = build_plan(spec, compute)
-    return [plan, *(own_kernels(each, plan) for each in plan.special)]
+    return [plan, *(_own_and_decode(each, plan) for each in plan.special)]
+
+
+def _own_and_decode(special: Plan, plan: Plan) -> Plan:
+    own = own_kernels(special, plan).kernels
+    return replace(special, kernels=tuple(each for each in special.kernels if each in own or twin_of(each, own)))
 
 
 def _title(spec: Spec, plan: Plan) -> str:
@@ -241,7 +247,7 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
         found.append(replace(shared, kernels=kernels))
     known = [kernel for special in plan.special for kernel in special.kernels]
     for special in shared.special:
-        own = tuple(kernel for kernel in own_kernels(special, shared).kernels if kernel not in known)
+        own = tuple(each for each in own_kernels(special, shared).kernels if each not in known and not is_twin(each))
         found.append(replace(special, kernels=own))
     return found
 

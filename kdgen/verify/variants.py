@@ -51,6 +51,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
         "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 128,
     },
+    "tiny-wgmma-int4": {
+        "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 96,
+        "q_lora_rank": 80, "num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 160, "n_routed_experts": 6,
+        "vocab_size": 130, "attention_bias": True, "quantization": _INT4, "draft": _DRAFT | {"hidden_size": 96},
+    },
     "tiny-odd": {
         "hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 3, "q_lora_rank": 31, "kv_lora_rank": 33, "qk_nope_head_dim": 9,
         "qk_rope_head_dim": 6, "v_head_dim": 7, "intermediate_size": 97, "moe_intermediate_size": 1, "n_routed_experts": 3,

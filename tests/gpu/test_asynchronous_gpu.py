@@ -17,12 +17,12 @@ F32 = npt.NDArray[np.float32]
 
 K = 64
 #: columns, a in registers, b by columns
-SHAPES = tuple(itertools.product((64, 256), (False, True), (False, True)))
+SHAPES = tuple(itertools.product((32, 64, 128, 256), (False, True), (False, True)))
 
 WGMMA = """
 struct Shared {
   bf16 a[64][64];
-  bf16 b[N / 64][64][64];
+  bf16 b[(N + 63) / 64][64][64];
 };
 extern "C" __global__ void __launch_bounds__(128) %(name)s(const uint4* a, const uint4* b, const float* c, float* out, int accumulate) {
   SHARED_DYNAMIC(Shared, shared);
@@ -103,7 +103,7 @@ def wgmma_source(columns: int, in_registers: bool, by_columns: bool) -> Source:
     name = f"wgmma_{columns}_{int(in_registers)}_{int(by_columns)}"
     constants = f"constexpr int N = {columns}, BY_COLUMNS = {int(by_columns)}, IN_REGISTERS = {int(in_registers)};"
     body = constants + WGMMA % {"name": name}
-    return Source(name, f'#include "primitives.cuh"\nnamespace {name} {{\n{body}}}\n', 128, (64 + columns) * K * 2)
+    return Source(name, f'#include "primitives.cuh"\nnamespace {name} {{\n{body}}}\n', 128, (64 + max(64, columns)) * K * 2)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cpu-shuffled", "cpu-checker", pytest.param("cuda", marks=pytest.mark.gpu)])

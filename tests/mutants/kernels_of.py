@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 from kdgen.backends import open_backend
+from kdgen.plan.ir import Kernel
+from kdgen.plan.tiled import twin_of
 from kdgen.spec import load_spec
 from kdgen.verify import run
 from kdgen.verify.report import Check
@@ -20,8 +23,11 @@ ALWAYS = {"tree_build.cu.j2", "tree_accept.cu.j2"}  # which hold the oracle's tr
 
 def first_failure(template: str) -> Check | None:
     def narrow(plans: run.Plans) -> run.Plans:
-        wanted = {template, *ALWAYS}
-        return [(spec, dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels if k.template in wanted))) for spec, plan in plans]
+        return [(spec, dataclasses.replace(plan, kernels=wanted_of(plan.kernels))) for spec, plan in plans]
+
+    def wanted_of(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+        wanted = [kernel for kernel in kernels if kernel.template in {template, *ALWAYS}]
+        return tuple(kernel for kernel in kernels if kernel in wanted or twin_of(kernel, wanted))
 
     specs = [load_spec(name) for name in run.DEFAULT_SPECS]
     plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))

@@ -86,7 +86,7 @@ def test_size_and_shape_of_phases(name: str) -> None:
 def test_size_and_shape(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
-    most = 300 if path.name == "mla_attention_wgmma.cu.j2" else 200  # one kernel whose warpgroups have three parts to play
+    most = 300 if path.name.endswith("_wgmma.cu.j2") else 200  # copies, barriers and the roles of warpgroups in one kernel
     assert len(lines) <= most, "a third variant branch means a new template"
     assert max(map(len, lines)) <= 140 and "\t" not in text and text.endswith("\n")
     assert lines[0].startswith("// ") and text.count('#include "primitives.cuh"') == text.count("#include") == 1

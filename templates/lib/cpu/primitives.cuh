@@ -129,13 +129,13 @@ static inline u64 wgmma_tile(const void* tile, u32 next_tile, EMU_HERE) { return
 static inline constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], u64 a, u64 b, bool accumulate, EMU_HERE) {
-  static_assert(FLOATS == 32 || FLOATS == 128, "the GPU side has these");
+  static_assert(FLOATS == 16 || FLOATS == 32 || FLOATS == 64 || FLOATS == 128, "the GPU side has these");
   EmuWgmma operands{d, FLOATS, nullptr, a, b, ByColumns != 0, accumulate};
   emu_wgmma(&operands, line);
 }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], const u32 (&a)[4], u64 b, bool accumulate, EMU_HERE) {
-  static_assert(FLOATS == 32 || FLOATS == 128, "the GPU side has these");
+  static_assert(FLOATS == 16 || FLOATS == 32 || FLOATS == 64 || FLOATS == 128, "the GPU side has these");
   EmuWgmma operands{d, FLOATS, a, 0, b, ByColumns != 0, accumulate};
   emu_wgmma(&operands, line);
 }

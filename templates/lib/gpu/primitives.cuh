@@ -139,8 +139,12 @@ __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(
                  : __VA_ARGS__                                                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate), "n"(ByColumns));                \
   }
+WGMMA(16, "m64n32k16", WGMMA_TEN() ",%10,%11,%12,%13,%14,%15", "16", "17", "18", "19", "20", "21", "22", WGMMA_OUT_8(0), WGMMA_OUT_8(8))
 WGMMA(32, "m64n64k16", WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) ",%30,%31", "32", "33", "34", "35", "36", "37", "38",
       WGMMA_OUT_32(0))
+WGMMA(64, "m64n128k16",
+      WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) "," WGMMA_TEN(3) "," WGMMA_TEN(4) "," WGMMA_TEN(5) ",%60,%61,%62,%63",
+      "64", "65", "66", "67", "68", "69", "70", WGMMA_OUT_32(0), WGMMA_OUT_32(32))
 WGMMA(128, "m64n256k16",
       WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) "," WGMMA_TEN(3) "," WGMMA_TEN(4) "," WGMMA_TEN(5) "," WGMMA_TEN(6)
       "," WGMMA_TEN(7) "," WGMMA_TEN(8) "," WGMMA_TEN(9) "," WGMMA_TEN(10) "," WGMMA_TEN(11)

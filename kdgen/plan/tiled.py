@@ -1,0 +1,105 @@
+"""Forwards of many token rows: twins of the matrix kernels that use a reading of the weights for a whole tile of rows, on asynchronous
+tensor cores, and the programs that launch those.
+
+A twin takes its kernel's arguments and gives its bits: it is made from that kernel's parameters, whose chains of MMA steps, ranges of
+inputs and order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kdgen.plan import params
+from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
+
+SUFFIX = "_tiled"
+#: Token rows from which on a forward uses the twins, by latent as in WGMMA_BLOCKS: small models have few, so that their tests cross it.
+TILED_ROWS = {128: 12, 512: 256}
+WARPS = 16  #: a tile of 16 weight rows each
+LINEAR_TOKENS = 128  #: of a block: as many as its registers can hold sums of
+EXPERT_TOKENS = 64  #: of an expert, of a block at a time
+SLOTS = 4  #: stages of inputs in shared memory
+BARRIER_BYTES = 8
+
+
+def twin_name(name: str) -> str:
+    return name + SUFFIX
+
+
+def is_twin(kernel: Kernel) -> bool:
+    return isinstance(kernel.params, params.LinearWgmma | params.ExpertsWgmma)
+
+
+def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:
+    """The twin of ``kernel`` among ``kernels``, if it is there."""
+    return next((each for each in kernels if each.name == twin_name(kernel.name)), None)
+
+
+def twins(kernels: Sequence[Kernel], programs: Sequence[Program]) -> tuple[Kernel, ...]:
+    """A twin of each kernel that ``programs`` launch and that has one."""
+    launched = {launch.kernel for program in programs for launch, _ in program.launches()}
+    found = (_twin(kernel) for kernel in kernels if kernel.name in launched)
+    return tuple(twin for twin in found if twin)
+
+
+def tiled_program(program: Program, kernels: Sequence[Kernel]) -> Program:
+    """``program`` with the twins among ``kernels`` in place of the kernels that have them."""
+    names = {kernel.name for kernel in kernels}
+
+    def stage(each: Stage) -> Stage:
+        named = ((twin_name(one.kernel), one) for one in each.launches)
+        return replace(each, launches=tuple(replace(one, kernel=twin) if twin in names else one for twin, one in named))
+
+    return Program(twin_name(program.name), tuple(map(stage, program.stages)))
+
+
+def _twin(kernel: Kernel) -> Kernel | None:
+    if isinstance(kernel.params, params.LinearMma):
+        return _linear(kernel, kernel.params)
+    if isinstance(kernel.params, params.ExpertsMma):
+        return _experts(kernel, kernel.params)
+    return None
+
+
+def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
+    """128 tokens by 256 weight rows: 0.006 bytes of weights and inputs an operation, where L2 gives 5.5 TB/s and tensor cores want less
+    than half of what they do at 0.01. Sums take half a thread's registers, so the ranges' total is in shared memory."""
+    range_steps = p.cols // 16 // p.warps
+    stage_steps = next(n for n in (4, 2, 1) if range_steps % n == 0)
+    stages = SLOTS * LINEAR_TOKENS * 128
+    totals = LINEAR_TOKENS // 8 * WARPS * 32 * 16 if p.warps > 1 else 0
+    smem = stages + totals + SLOTS * BARRIER_BYTES
+    twin = params.LinearWgmma(
+        name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, x_stride=p.x_stride, x_batch_stride=p.x_batch_stride,
+        y_stride=p.y_stride, y_batch_stride=p.y_batch_stride, ranges=p.warps, stage_steps=stage_steps, tokens=LINEAR_TOKENS,
+        warps=WARPS, smem_comment=_smem_comment(smem), out=p.out, gated=p.gated, bias=p.bias, accumulate=p.accumulate,
+        epilogue_comment=p.epilogue_comment,
+    )  # fmt: skip
+    row_groups = -(-(kernel.row_tiles or 0) // WARPS)
+    grid = (Extent(per_tokens=LINEAR_TOKENS), Extent(row_groups), kernel.grid[2])
+    summary = f"{kernel.summary}, for many rows"
+    return Kernel(twin.name, "linear_wgmma.cu.j2", twin, WARPS * 32, grid, smem, kernel.cost, summary, kernel.row_tiles)
+
+
+def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
+    """64 of an expert's tokens by 256 weight rows. A thread's registers hold a range's sums and a group's; the ranges' total is in shared
+    memory, and so are the weights of a few stages, which have a long way from memory."""
+    range_steps = -(-p.cols // 64) // p.warps if p.int4 else p.cols // 16 // p.warps
+    stage_steps = 1 if p.int4 else next(n for n in (4, 2, 1) if range_steps % n == 0)
+    stage_bytes = stage_steps * (576 if p.int4 else 512)
+    slots = 6 if p.int4 else 3
+    tiles, totals = SLOTS * EXPERT_TOKENS * 128, EXPERT_TOKENS // 8 * WARPS * 32 * 16
+    smem = tiles + totals + slots * WARPS * (32 * 16 + stage_bytes) + SLOTS * BARRIER_BYTES
+    twin = params.ExpertsWgmma(
+        name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
+        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=slots, smem_comment=_smem_comment(smem), int4=p.int4, out=p.out,
+        gated=p.gated, weight_comment=p.weight_comment,
+    )  # fmt: skip
+    units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
+    summary = f"{kernel.summary}, for many rows"
+    return Kernel(twin.name, "experts_wgmma.cu.j2", twin, WARPS * 32, (units, ONE, ONE), smem, kernel.cost, summary, kernel.row_tiles)
+
+
+def _smem_comment(smem: int) -> str:
+    return f"{smem} bytes, of the 227 KiB that sm_90a has"

@@ -1,0 +1,73 @@
+"""Prefills of many rows, whose matrix kernels are twins of those for few: chosen by the rows alone, and with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kdgen.backends import open_backend
+from kdgen.engine import Engine
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Limits, Plan
+from kdgen.plan.tiled import TILED_ROWS, twin_name
+from kdgen.spec import load_spec
+from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.verify.variants import variants
+from kdgen.weights.random import random_weights
+
+VARIANTS = {spec.name: spec for spec in variants()}
+PROMPT = 64
+
+
+def plan_of(name: str) -> Plan:
+    spec = VARIANTS.get(name) or load_spec(name)
+    return build_plan(spec, "bf16", Limits(PROMPT, 2 * PROMPT)).on("sm_90a")
+
+
+@pytest.mark.parametrize("name", ["tiny-wgmma", "tiny-wgmma-int4", "k26"])
+def test_twins_are_launched_with_the_arguments_of_their_kernels(name: str) -> None:
+    plan = plan_of(name)
+    tiled, plain = plan.program("prefill_tiled"), plan.program("prefill")
+    twins = 0
+    for (one, layer), (other, other_layer) in zip(tiled.launches(), plain.launches(), strict=True):
+        assert (one.args, layer) == (other.args, other_layer)
+        if one.kernel != other.kernel:
+            assert one.kernel == twin_name(other.kernel)
+            twin, kernel = plan.kernel(one.kernel), plan.kernel(other.kernel)
+            assert (twin.row_tiles, twin.cost) == (kernel.row_tiles, kernel.cost)
+            twins += 1
+    assert twins > 7 * plan.buffer("kv_cache").shape[0]  # in each layer
+
+
+def test_only_targets_with_wgmma_have_them() -> None:
+    plan = build_plan(load_spec("k26"))
+    assert plan.tiled_rows == 0 and not any(kernel.name.endswith("_tiled") for kernel in plan.kernels)
+    assert plan.on("sm_90a").tiled_rows == TILED_ROWS[512]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-shuffled"])
+@pytest.mark.parametrize("name", ["tiny-wgmma", "tiny-wgmma-8", "tiny-wgmma-int4"])
+def test_chunks_on_both_sides_of_the_threshold(name: str, backend: str) -> None:
+    """L3: whichever kernels a chunk went through, rows have the bits that they have token by token."""
+    spec, plan = VARIANTS[name], plan_of(name)
+    engine = RecordingEngine(Engine(spec, plan, open_backend(backend, seed=5), random_weights(spec, 1).__getitem__))
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, PROMPT).tolist()
+
+    def rows(*chunks: int) -> tuple[list[NDArray[np.float32]], NDArray[Any]]:
+        engine.reset()
+        at = 0
+        for chunk in chunks:
+            engine.prefill(tokens[at : at + chunk])
+            at += chunk
+        assert at == PROMPT
+        return engine.logits, engine.cache_rows()
+
+    logits, cache = rows(*[1] * PROMPT)
+    least = plan.tiled_rows
+    for chunks in ((PROMPT,), (least, PROMPT - least), (least - 1, least + 1, PROMPT - 2 * least), (3, 2 * least, PROMPT - 2 * least - 3)):
+        again, same_cache = rows(*chunks)
+        assert differing_bits(same_cache, cache) == 0
+        assert differing_bits(np.stack(again), np.stack(logits)) == 0
