@@ -26,14 +26,18 @@ from kdgen.build import write_whole
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
+from kdgen.plan.kernels import mma_obstacles
+from kdgen.plan.shard import EXCHANGES, part_of, shard_obstacles
 from kdgen.spec import Spec
 from kdgen.verify.draw import MOST_CONTEXT, SeededChoices, Situation, draw_model, draw_situation
 from kdgen.verify.exact import Exactness, check_exactness
 from kdgen.verify.kernels import check_kernels
+from kdgen.verify.ranks import check_ranks
 from kdgen.verify.shrink import is_wide, shrink
 
 SCHEMA = "kdgen.fuzz/1"
 KERNEL_TOKENS = (1, 9, 33)
+RANKS = (2, 3, 4)  #: that may share a model
 SHRINK_TRIES = 60
 _PATIENCE_SECONDS = 5.0  #: for a process that was told to end
 _MODEL, _SITUATION = 0, 1  # streams of a seed
@@ -54,12 +58,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case gave. ``problem`` is empty or says what is wrong; ``exactness`` is missing where the check could not end."""
+    """What a case gave. ``problem`` is empty or says what is wrong; ``exactness`` is missing where the check could not end. ``ranks``:
+    so many processes shared the model, too; 1: none did."""
 
     case: Case
     problem: str
     exactness: Exactness | None
     seconds: float
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class FuzzReport:
     f32: int
     bf16: int
     int4: int
+    shared: int  #: among ranks, too
     requests: int
     tokens: int
     drafts_accepted: int
@@ -104,18 +111,35 @@ def draw_case(seed: int, given: tuple[Spec, Compute] | None = None, forced: Sequ
 
 
 def check_case(backend: Backend, case: Case) -> Outcome:
-    """Every kernel of the model against float64, then L1 to L5."""
+    """Every kernel of the model against float64, then L1 to L5; on a CPU also among ranks, where some number of them can share it."""
     began = perf_counter()
-    exactness = None
+    exactness, ranks = None, 1
     try:
         kernels = check_kernels(backend, case.spec, build_plan(case.spec, case.compute), case.seed, tokens=KERNEL_TOKENS)
         problem = next((f"kernel {check.kernel}: {check.why}" for check in kernels if not check.ok), "")
         if not problem:
             exactness = check_exactness(backend, case.spec, case.compute, case.situation)
             problem = exactness.problem
+        if not problem and backend.name.startswith("cpu"):
+            ranks = ranks_for(case)
+            problem = _shared_problem(case, ranks, backend.name) if ranks > 1 else ""
     except KdgenError as error:
         problem = str(error)
-    return Outcome(case, problem, exactness, perf_counter() - began)
+    return Outcome(case, problem, exactness, perf_counter() - began, ranks)
+
+
+def ranks_for(case: Case) -> int:
+    """One of the numbers of ranks that can share the case's model, 1 where none can."""
+    fast = case.compute == "bf16"
+    able = [n for n in RANKS if not shard_obstacles(case.spec, n) and not (fast and mma_obstacles(part_of(case.spec, n)))]
+    return able[case.seed % len(able)] if able else 1
+
+
+def _shared_problem(case: Case, ranks: int, backend: str) -> str:
+    """What is wrong when processes share the model, by either exchange; empty when nothing is."""
+    exchange = EXCHANGES[case.seed // 2 % len(EXCHANGES)]
+    checks = check_ranks(case.spec, case.compute, ranks, backend=backend, situations=1, seed=case.seed, exchange=exchange)
+    return next((f"{check.name}, by {exchange}: {check.why}" for check in checks if check.status != "ok"), "")
 
 
 def given_model(spec: Spec, compute: Compute | None) -> tuple[Spec, Compute]:
@@ -169,6 +193,7 @@ def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: s
         f32=sum(case.compute == "f32" for case in cases),
         bf16=sum(case.compute == "bf16" for case in cases),
         int4=sum(case.spec.quantization is not None for case in cases),
+        shared=sum(outcome.ranks > 1 for outcome in outcomes),
         requests=sum(each.requests for each in found),
         tokens=sum(each.tokens for each in found),
         drafts_accepted=sum(each.accepted for each in found),
@@ -188,6 +213,8 @@ def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: s
 
 def print_fuzz(report: FuzzReport, console: Console) -> None:
     kinds = f"{report.f32} in float32, {report.bf16} on tensor cores, {report.int4} with INT4 experts"
+    if report.shared:
+        kinds += f"; {report.shared} shared by ranks, too"
     console.print(f"{report.models} models from seed {report.seed} on {report.backend}: {kinds}")
     console.print(
         f"{report.requests} requests, {report.tokens} tokens, {report.drafts_accepted} of them accepted from drafts;"

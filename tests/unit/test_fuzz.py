@@ -20,7 +20,7 @@ from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 from kdgen.verify import draw
 from kdgen.verify.draw import MOST_CONTEXT, SeededChoices
-from kdgen.verify.fuzz import _Workers, check_case, draw_case, given_model
+from kdgen.verify.fuzz import _Workers, check_case, draw_case, given_model, ranks_for
 from kdgen.verify.shrink import parameters
 
 
@@ -48,6 +48,15 @@ def test_cases_are_functions_of_their_seed_and_models_of_their_choices() -> None
     simplest = draw_case(3, forced=[0] * 100).spec
     assert (simplest.num_hidden_layers, simplest.hidden_size, simplest.vocab_size) == (1, 1, 2)
     assert draw_case(3, forced=[0] * 100).situation == draw_case(3).situation
+
+
+def test_models_that_ranks_can_share_are_shared() -> None:
+    """By a number of ranks that divides their dims; what goes wrong there is the case's problem."""
+    counts = {seed: ranks_for(draw_case(seed)) for seed in range(60)}
+    assert set(counts.values()) == {1, 2, 4} and sum(ranks > 1 for ranks in counts.values()) >= 4
+    seed = next(seed for seed, ranks in counts.items() if ranks == 2)
+    outcome = check_case(open_backend("cpu"), draw_case(seed))
+    assert (outcome.problem, outcome.ranks) == ("", 2)
 
 
 def test_a_given_model_keeps_its_own_structure() -> None:
