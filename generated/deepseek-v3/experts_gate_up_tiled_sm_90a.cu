@@ -232,7 +232,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       for (int s = 0; s < STAGE_STEPS; ++s)
         wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), range_stage + s > 0);
       wgmma_commit();
-      wgmma_wait(sum);
+      wgmma_wait(sum, a);
     }
     add_range(sum, shared->total, range);
   }

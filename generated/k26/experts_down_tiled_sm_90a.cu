@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
         wgmma<0>(group_sum, group.a0, first, true);
         wgmma<0>(group_sum, group.a1, second, true);
         wgmma_commit();
-        wgmma_wait(group_sum);
+        wgmma_wait(group_sum, minus_136, group.a0, group.a1);
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i)
           sum[i] = fmaf(i / 2 % 2 ? group.scale_8 : group.scale, group_sum[i], sum[i]);

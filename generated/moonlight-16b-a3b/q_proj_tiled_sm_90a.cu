@@ -130,18 +130,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
+      // Before the first wgmma, so that a still needs registers of its own: until the wait nothing else may come to those.
+      if (stage + 1 < STAGES) {
+        fragments += STAGE_STEPS * 32;
+#pragma unroll
+        for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+      }
       const u64 tokens = wgmma_tile(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         wgmma<0>(sum, a[s], tokens + wgmma_offset(s * 32), range_stage + s > 0);
       wgmma_commit();
-      if (stage + 1 < STAGES) {
-        fragments += STAGE_STEPS * 32;
-#pragma unroll
-        for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
-      }
-      wgmma_wait(sum);
+      wgmma_wait(sum, a);
     }
     add_range(sum, shared->total, range);
   }

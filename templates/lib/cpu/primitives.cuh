@@ -144,8 +144,8 @@ static inline void keep_in_place(float (&)[FLOATS]) {}
 template <int FLOATS>
 static inline void wgmma_fence(float (&)[FLOATS], EMU_HERE) { emu_wgmma_fence(line); }
 static inline void wgmma_commit(EMU_HERE) { emu_wgmma_commit(line); }
-template <int FLOATS>
-static inline void wgmma_wait(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait(line); }
+template <int FLOATS, class... Operands>
+static inline void wgmma_wait(float (&)[FLOATS], const Operands&...) { emu_wgmma_wait(__builtin_LINE()); }
 static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
 
 // ---- warps with roles -----------------------------------------------------

@@ -117,7 +117,7 @@ __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(
 // d[64xN] += a[64x16] * b[16xN] by a warpgroup, = where !accumulate; bf16 in, float32 out; a thread has N / 2 floats of d. Warp w has
 // rows 16w .. 16w + 15, in fragments as those of mma_m16n8k16 side by side. a comes from tiles whose rows are its rows, or from
 // registers as that MMA's. b comes from tiles whose rows are its columns, or, ByColumns, its rows. Nothing of a, b and d may be
-// touched from the call to the wgmma_wait that waits for it.
+// touched from the call to the wgmma_wait that waits for it, which names a in registers.
 #define WGMMA_TEN(tens)                                                                                                   \
   "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" #tens "6,%" #tens "7,%" #tens "8,%" #tens "9"
 #define WGMMA_OUT_8(i) \
@@ -169,11 +169,22 @@ __device__ __forceinline__ void wgmma_fence(float (&d)[FLOATS]) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// waits for everything that this warp has committed, d's results among it
-template <int FLOATS>
-__device__ __forceinline__ void wgmma_wait(float (&d)[FLOATS]) {
+// Keeps registers of a from being used for anything else before this: to the compiler they are free from the call on that reads them.
+__device__ __forceinline__ void keep_until_here(const u32 (&a)[4]) {
+  asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+template <int STEPS>
+__device__ __forceinline__ void keep_until_here(const u32 (&a)[STEPS][4]) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) keep_until_here(a[i]);
+}
+__device__ __forceinline__ void keep_until_here(u64) {}  // a tile in shared memory
+// Waits for everything that this warp has committed, d's results among it. All that those calls were given as a follows d.
+template <int FLOATS, class... Operands>
+__device__ __forceinline__ void wgmma_wait(float (&d)[FLOATS], const Operands&... a) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   keep_in_place(d);
+  (keep_until_here(a), ...);
 }
 // what this thread has written to shared memory so far may be read by wgmma, by whoever a barrier tells of it
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
