@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
+from kdgen.placement import Placement, placements
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
@@ -104,6 +105,7 @@ class Forecast:
     draft_seconds: float
     trees: tuple[Tree, ...]  #: of every number of nodes from 0
     best: Tree
+    placements: tuple[Placement, ...]  #: of experts; empty where one rank has all
     assumptions: tuple[str, ...]
 
 
@@ -143,6 +145,7 @@ def forecast(
         draft_seconds=draft_seconds,
         trees=tuple(trees),
         best=max(trees, key=lambda tree: tree.speedup),
+        placements=placements(spec, plan.compute, plan),
         assumptions=_assumptions(spec, gpu, ranks, depths),
     )
 

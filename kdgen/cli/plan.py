@@ -84,6 +84,19 @@ def _print(found: Forecast, nodes: int) -> None:
     ]
     emit_table(("nodes", "tokens a round", "floor µs", "speed-up"), rows, right=(0, 1, 2, 3))
     click.echo(f"best: {found.best.nodes} nodes, {found.best.speedup:.2f} times plain decoding\n")
+    if found.placements:
+        click.echo(
+            "experts' bytes of a rank and layer: a part of each expert on every rank, as planned, or each whole on one (drawn routing)"
+        )
+        table = [
+            (
+                str(p.rows), f"{p.experts:.0f}", f"{p.fullest:.1f}", size_text(int(p.shared_bytes)), size_text(int(p.whole_bytes)),
+                f"{p.whole_bytes / p.shared_bytes:.2f}",
+            )
+            for p in found.placements
+        ]  # fmt: skip
+        emit_table(("rows", "experts hit", "on the fullest rank", "parts", "whole", "whole / parts"), table, right=range(6))
+        click.echo()
     for assumption in found.assumptions:
         click.echo(f"assumed: {assumption}")
 

@@ -168,3 +168,17 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], said: str) -> N
 def test_nodes_beyond_a_tree() -> None:
     with pytest.raises(KdgenError, match="0 to 63 nodes"):
         forecast(load_spec("tiny"), H200, context=64, nodes=64)
+
+
+def test_whole_experts_on_ranks_are_uneven() -> None:
+    """One token: an N-th of eight experts, or what the fullest rank has of them. Many: every rank reads all of its own, and their
+    activations are split as well."""
+    spec = load_spec("k26")
+    assert forecast(spec, gpu_model("h200"), 1).placements == ()
+    assert forecast(load_spec("k26").with_draft(None), gpu_model("h200"), 8).placements == forecast(spec, gpu_model("h200"), 8).placements
+    first, *others = forecast(spec, gpu_model("h200"), 8).placements
+    assert (first.rows, first.experts) == (1, 8) and 2.0 < first.fullest < 3.0
+    assert first.whole_bytes / first.shared_bytes == pytest.approx(first.fullest, rel=0.02)
+    ratios = [each.whole_bytes / each.shared_bytes for each in (first, *others)]
+    assert ratios == sorted(ratios, reverse=True) and ratios[1] > 1.4 and ratios[-1] < 1
+    assert others[-1].experts == pytest.approx(384, abs=1) and others[-1].fullest == pytest.approx(48, abs=0.1)
