@@ -178,7 +178,7 @@ def test_whole_experts_on_ranks_are_uneven() -> None:
     assert forecast(load_spec("k26").with_draft(None), gpu_model("h200"), 8).placements == forecast(spec, gpu_model("h200"), 8).placements
     first, *others = forecast(spec, gpu_model("h200"), 8).placements
     assert (first.rows, first.experts) == (1, 8) and 2.0 < first.fullest < 3.0
-    assert first.whole_bytes / first.shared_bytes == pytest.approx(first.fullest, rel=0.02)
+    assert first.whole_bytes / first.shared_bytes == pytest.approx(first.fullest, rel=0.03)
     ratios = [each.whole_bytes / each.shared_bytes for each in (first, *others)]
     assert ratios == sorted(ratios, reverse=True) and ratios[1] > 1.4 and ratios[-1] < 1
     assert others[-1].experts == pytest.approx(384, abs=1) and others[-1].fullest == pytest.approx(48, abs=0.1)
