@@ -117,10 +117,11 @@ def _that_run(backend: Backend, plans: Plans) -> Plans:
 def _plans_of(spec: Spec, compute: Compute) -> list[Plan]:
     """The plan for all targets, and those for some, with the kernels alone that they have of their own and those that these are held to."""
     plan = build_plan(spec, compute)
-    return [plan, *(_own_and_decode(each, plan) for each in plan.special)]
+    return [plan, *(own_and_decode(each, plan) for each in plan.special)]
 
 
-def _own_and_decode(special: Plan, plan: Plan) -> Plan:
+def own_and_decode(special: Plan, plan: Plan) -> Plan:
+    """``special`` with the kernels alone that ``plan`` does not have, and those whose bits these must give."""
     own = own_kernels(special, plan).kernels
     return replace(special, kernels=tuple(each for each in special.kernels if each in own or twin_of(each, own)))
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
-from kdgen.plan.build import build_plan, own_kernels
+from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
 from kdgen.spec import Spec, load_spec
 from kdgen.verify import attention
 from kdgen.verify.draw import Situation
 from kdgen.verify.kernels import check_kernels
+from kdgen.verify.run import own_and_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -55,9 +56,9 @@ def test_attention_over_long_contexts(cuda_backend: Backend, monkeypatch: pytest
 
 
 def special_plan(backend: Backend, name: str, ranks: int) -> Plan:
-    """The kernels that this GPU's own plan has otherwise, of one of ``ranks`` ranks; without any, the test skips itself."""
+    """The kernels that this GPU's own plan of a rank has otherwise, and those they are held to; without any, the test skips itself."""
     plan = build_plan(load_spec(name), shard=Shard(ranks))
-    own = own_kernels(plan.on(backend.family), plan)
+    own = own_and_decode(plan.on(backend.family), plan)
     if not own.kernels:
         pytest.skip(f"{name} has no kernels for {backend.description} alone")
     return own
