@@ -10,13 +10,27 @@ namespace experts_down_tiled {
 constexpr int ROWS = 7168, COLS = 2048;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where assignments
-constexpr int RANGES = 4;  // of inputs, with a sum each: the warps of experts_down that split them
+constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
+
+struct Weights {  // of a lane, for a step
+  u32 a[4];
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
+    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+  }
+  // sum += weights * inputs for 8 tokens
+  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {
+    const u32 b[2] = {inputs.x, inputs.y};
+    mma_m16n8k16_bf16(sum, a, b);
+  }
+};
 
 constexpr int STEP_INPUTS = 16;
 constexpr int STAGE_STEPS = 4;  // steps that come at a time

@@ -18,6 +18,20 @@ constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
+struct Weights {  // of a lane, for a step
+  u32 a[4];
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
+    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+  }
+  // sum += weights * inputs for 8 tokens
+  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {
+    const u32 b[2] = {inputs.x, inputs.y};
+    mma_m16n8k16_bf16(sum, a, b);
+  }
+};
+
 constexpr int STEP_INPUTS = 16;
 constexpr int STAGE_STEPS = 4;  // steps that come at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;

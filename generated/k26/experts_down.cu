@@ -12,9 +12,10 @@ constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 
 constexpr int WARPS = 4;   // split the inputs; depends on the shape alone, so a row's bits do too
 constexpr int GROUPS = 2;  // of a block, which share inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
-constexpr int MAX_TILES = 2;      // of 8 assignments, computed from one reading of the weights
-constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
-using Inputs = uint4;             // a lane's part of a group of 32 inputs: two B fragments
+constexpr int MAX_TILES = 2;            // of 8 assignments, computed from one reading of the weights
+constexpr bool X_IN_REGISTERS = false;  // the inputs of 8 assignments
+constexpr int BLOCKS_PER_SM = 2;        // the registers that this leaves are enough not to spill
+using Inputs = uint4;                   // a lane's part of a group of 32 inputs: two B fragments
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
@@ -24,34 +25,50 @@ constexpr int STEP_BYTES = 576, SCALES_AT = 512;
 __device__ __forceinline__ u32 widen(u32 nibbles) { return and_or(nibbles, 0x000f000fu, 0x43004300u); }
 constexpr u32 MINUS_136 = 0xc308c308u;
 
+// What is too much in a group's sums for 8 tokens: the same for each row.
+__device__ __forceinline__ void make_offset(float (&offset)[4], const u32 (&minus_136)[4],
+                                            const Inputs& inputs) {
+  const u32 b0[2] = {inputs.x, inputs.y}, b1[2] = {inputs.z, inputs.w};
+  mma_m16n8k16_bf16_from_zero(offset, minus_136, b0);
+  mma_m16n8k16_bf16(offset, minus_136, b1);
+}
+// It goes to two floats for each lane % 4.
+__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const u32 (&minus_136)[4],
+                                            const Inputs& inputs) {
+  float offset[4];
+  make_offset(offset, minus_136, inputs);
+  if (threadIdx.x % 32 < 4) kept[threadIdx.x % 32] = make_float2(offset[0], offset[1]);
+}
+__device__ __forceinline__ void read_offset(float (&offset)[4], const float2 (&kept)[4]) {
+  const float2 row = kept[threadIdx.x % 4];
+  offset[0] = offset[2] = row.x, offset[1] = offset[3] = row.y;
+}
+
+struct Weights {  // of a lane, for a step
+  uint4 nibbles;
+  uint2 scales;
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    nibbles = *reinterpret_cast<const uint4*>(step + lane * 16);
+    scales = *reinterpret_cast<const uint2*>(step + SCALES_AT + lane / 4 * 8);
+  }
+};
+
 // A lane's weights of one group of a step, and the scales of rows g and g + 8.
 struct Group {
   u32 a0[4], a1[4];
   float scale, scale_8;
 
-  __device__ __forceinline__ Group(const uint4& nibbles, const uint2& scales, int half) {
-    const u32 first = half ? nibbles.z : nibbles.x, second = half ? nibbles.w : nibbles.y;
+  __device__ __forceinline__ Group(const Weights& step, int part) {
+    const u32 first = part ? step.nibbles.z : step.nibbles.x, second = part ? step.nibbles.w : step.nibbles.y;
 #pragma unroll
     for (int i = 0; i < 4; ++i) a0[i] = widen(first >> 4 * i), a1[i] = widen(second >> 4 * i);
-    scale = half ? bf16x2_hi(scales.x) : bf16x2_lo(scales.x);
-    scale_8 = half ? bf16x2_hi(scales.y) : bf16x2_lo(scales.y);
+    scale = part ? bf16x2_hi(step.scales.x) : bf16x2_lo(step.scales.x);
+    scale_8 = part ? bf16x2_hi(step.scales.y) : bf16x2_lo(step.scales.y);
   }
-  // sum += scale * (weights * inputs) for 8 tokens. What is taken off is made anew (NEW), and kept in `offset` where
-  // that is no null pointer: two floats for each lane % 4.
-  template <bool NEW>
-  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs, const u32 (&minus_136)[4],
-                                      float2* offset) const {
+  // sum += scale * (weights * inputs) for 8 tokens, from the offset on
+  __device__ __forceinline__ void add(float (&sum)[4], float (&group_sum)[4], const Inputs& inputs) const {
     const u32 b0[2] = {inputs.x, inputs.y}, b1[2] = {inputs.z, inputs.w};
-    float group_sum[4];
-    if constexpr (NEW) {
-      mma_m16n8k16_bf16_from_zero(group_sum, minus_136, b0);
-      mma_m16n8k16_bf16(group_sum, minus_136, b1);
-      if (offset != nullptr && threadIdx.x % 32 < 4)
-        offset[threadIdx.x % 32] = make_float2(group_sum[0], group_sum[1]);
-    } else {
-      const float2 known = offset[threadIdx.x % 4];  // the same for each row
-      group_sum[0] = group_sum[2] = known.x, group_sum[1] = group_sum[3] = known.y;
-    }
     mma_m16n8k16_bf16(group_sum, a0, b0);
     mma_m16n8k16_bf16(group_sum, a1, b1);
 #pragma unroll
@@ -65,8 +82,7 @@ constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
-constexpr int ROWS_PER_OUTPUT = 1;  // 2: a tile holds 8 gate rows and their 8 up rows
-constexpr int OUTPUTS = ROWS / ROWS_PER_OUTPUT;
+constexpr int ROWS_PER_OUTPUT = 1, OUTPUTS = ROWS / ROWS_PER_OUTPUT;  // 2: gate and up
 
 struct Shared {  // of a group
   unsigned char ring[WARPS][SLOTS][STAGE_BYTES];
@@ -146,63 +162,74 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
 // This warp's sums of row tiles with TILES * 8 assignments.
 template <int TILES>
 struct Columns {
+  static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
-  int x_at[TILES];              // this lane's inputs, or below 0 where there is no assignment
-  Inputs inputs[PARTS][TILES];  // of one step; the next step's are on their way while this one's are used
+  int x_at[TILES];   // this lane's inputs, or below 0 where there is no assignment
+  u32 minus_136[4];  // a fragment
+  struct Step {
+    Inputs of[PARTS][TILES];
+  } inputs[HELD_STEPS];  // all, or one step's: the next one's are on their way while those are used
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
       : shared(shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const int m = t * 8 + threadIdx.x % 32 / 4;
-      x_at[t] = m < count
-                    ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + threadIdx.x % 4 * (PART_INPUTS / 4)
-                    : -1;
+      const int m = t * 8 + lane / 4;
+      x_at[t] = m < count ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + lane % 4 * (PART_INPUTS / 4) : -1;
     }
-    load_inputs(x, 0);
+#pragma unroll
+    for (int s = 0; s < HELD_STEPS; ++s) load_inputs(x, s, inputs[s]);
+    uniform_fragment(minus_136, MINUS_136);
+    if (TILES > 1) return;  // else what is taken off is made once for all tiles
+#pragma unroll(HELD_STEPS)
+    for (int s = 0; s < WARP_STEPS; ++s) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        keep_offset(shared->offset[warp][s][part], minus_136, inputs[s % HELD_STEPS].of[part][0]);
+      if (HELD_STEPS < WARP_STEPS) load_inputs(x, s + 1 == WARP_STEPS ? 0 : s + 1, inputs[0]);
+    }
+    __syncwarp();  // lanes 0 .. 3 have written the offsets
   }
-  __device__ __forceinline__ void load_inputs(const bf16* x, int step) {
+  __device__ __forceinline__ void load_inputs(const bf16* x, int step, Step& to) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (COLS % (PARTS * PART_INPUTS) != 0 && k >= COLS) break;
+      if (k >= COLS) break;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
-        inputs[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
+        to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
     }
   }
-  template <bool NEW>  // these assignments' first tile
   __device__ __forceinline__ void add_up(float (&sum)[TILES][4], Stream& weights, const Lists& lists,
                                          const bf16* x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
-    u32 minus_136[4];
-    uniform_fragment(minus_136, MINUS_136);
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
+#pragma unroll(HELD_STEPS == WARP_STEPS ? WARP_STAGES : 1)
     for (int stage = 0; stage < WARP_STAGES; ++stage) {
       const unsigned char* slot = weights.next(lists, shared->ring[warp]);
-#pragma unroll(TILES == 1 ? 2 : 1)
+#pragma unroll(TILES == 1 ? STAGE_STEPS : 1)
       for (int s = 0; s < STAGE_STEPS; ++s) {
         const int step = stage * STAGE_STEPS + s;
-        const uint4 four = *reinterpret_cast<const uint4*>(slot + s * STEP_BYTES + lane * 16);
-        Inputs now[PARTS][TILES];
+        const Weights step_weights(slot + s * STEP_BYTES, lane);
+        const Step now = inputs[step % HELD_STEPS];
+        if (HELD_STEPS < WARP_STEPS)
+          load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
 #pragma unroll
-        for (int i = 0; i < PARTS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
-        load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1);  // then the next tile's first
-        const uint2 scales =
-            *reinterpret_cast<const uint2*>(slot + s * STEP_BYTES + SCALES_AT + lane / 4 * 8);
+        for (int part = 0; part < PARTS; ++part) {
+          if (((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
+          const Group group(step_weights, part);
 #pragma unroll
-        for (int half = 0; half < PARTS; ++half) {  // one scale a row
-          if (COLS % 64 != 0 && (warp * WARP_STEPS + step) * 64 + half * 32 >= COLS) break;
-          const Group group(four, scales, half);
-#pragma unroll
-          for (int t = 0; t < TILES; ++t)
-            group.add<NEW>(sum[t], now[half][t], minus_136,
-                           TILES == 1 ? shared->offset[warp][step][half] : nullptr);
+          for (int t = 0; t < TILES; ++t) {
+            float group_sum[4];
+            if (TILES > 1) make_offset(group_sum, minus_136, now.of[part][t]);
+            if (TILES == 1) read_offset(group_sum, shared->offset[warp][step][part]);
+            group.add(sum[t], group_sum, now.of[part][t]);
+          }
         }
       }
     }
-    __syncwarp();  // lanes 0 .. 3 have written the offsets
   }
 };
 
@@ -214,21 +241,16 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   constexpr int BUFFERS = MAX_TILES / TILES;  // of partial sums, one after the other
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, group = threadIdx.x / GROUP;
   Columns<TILES> columns(shared, x, assignments, count);
-  int buffer = 0;
-  for (int row_tile = first_tile; row_tile < end_tile; row_tile += GROUPS) {
+  for (int row_tile = first_tile, buffer = 0; row_tile < end_tile;
+       row_tile += GROUPS, buffer = (buffer + 1) % BUFFERS) {
     float sum[TILES][4];
-    if (TILES > 1 || row_tile == first_tile)
-      columns.template add_up<true>(sum, weights, lists, x);
-    else
-      columns.template add_up<false>(sum, weights, lists, x);
+    columns.add_up(sum, weights, lists, x);
     float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
     barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);
-    // the next sums may come to where these are
+    store_tile<TILES>(partial, assignments, count, row_tile, y);  // the next sums may come to where these are
     if (BUFFERS == 1 || row_tile + GROUPS >= end_tile) barrier_of_warps(1 + group, GROUP);
-    buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
   }
 }
 
@@ -237,8 +259,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                  const int* active_end, const int* assignments, const bf16* x,
                  const unsigned char* __restrict__ weight, float* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, groups);
-  // The lists were there before the kernel before this one began, which let this one start only then.
-  allow_next_kernel();
+  allow_next_kernel();  // the kernel before this one did so only once the lists were there
   const int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % WARPS;
   Shared* shared = groups + group;
   // Unit u is row tile u % row_tiles of active expert u / row_tiles. A block's are consecutive, for its groups.

@@ -23,34 +23,50 @@ constexpr int STEP_BYTES = 576, SCALES_AT = 512;
 __device__ __forceinline__ u32 widen(u32 nibbles) { return and_or(nibbles, 0x000f000fu, 0x43004300u); }
 constexpr u32 MINUS_136 = 0xc308c308u;
 
+// What is too much in a group's sums for 8 tokens: the same for each row.
+__device__ __forceinline__ void make_offset(float (&offset)[4], const u32 (&minus_136)[4],
+                                            const Inputs& inputs) {
+  const u32 b0[2] = {inputs.x, inputs.y}, b1[2] = {inputs.z, inputs.w};
+  mma_m16n8k16_bf16_from_zero(offset, minus_136, b0);
+  mma_m16n8k16_bf16(offset, minus_136, b1);
+}
+// It goes to two floats for each lane % 4.
+__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const u32 (&minus_136)[4],
+                                            const Inputs& inputs) {
+  float offset[4];
+  make_offset(offset, minus_136, inputs);
+  if (threadIdx.x % 32 < 4) kept[threadIdx.x % 32] = make_float2(offset[0], offset[1]);
+}
+__device__ __forceinline__ void read_offset(float (&offset)[4], const float2 (&kept)[4]) {
+  const float2 row = kept[threadIdx.x % 4];
+  offset[0] = offset[2] = row.x, offset[1] = offset[3] = row.y;
+}
+
+struct Weights {  // of a lane, for a step
+  uint4 nibbles;
+  uint2 scales;
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    nibbles = *reinterpret_cast<const uint4*>(step + lane * 16);
+    scales = *reinterpret_cast<const uint2*>(step + SCALES_AT + lane / 4 * 8);
+  }
+};
+
 // A lane's weights of one group of a step, and the scales of rows g and g + 8.
 struct Group {
   u32 a0[4], a1[4];
   float scale, scale_8;
 
-  __device__ __forceinline__ Group(const uint4& nibbles, const uint2& scales, int half) {
-    const u32 first = half ? nibbles.z : nibbles.x, second = half ? nibbles.w : nibbles.y;
+  __device__ __forceinline__ Group(const Weights& step, int part) {
+    const u32 first = part ? step.nibbles.z : step.nibbles.x, second = part ? step.nibbles.w : step.nibbles.y;
 #pragma unroll
     for (int i = 0; i < 4; ++i) a0[i] = widen(first >> 4 * i), a1[i] = widen(second >> 4 * i);
-    scale = half ? bf16x2_hi(scales.x) : bf16x2_lo(scales.x);
-    scale_8 = half ? bf16x2_hi(scales.y) : bf16x2_lo(scales.y);
+    scale = part ? bf16x2_hi(step.scales.x) : bf16x2_lo(step.scales.x);
+    scale_8 = part ? bf16x2_hi(step.scales.y) : bf16x2_lo(step.scales.y);
   }
-  // sum += scale * (weights * inputs) for 8 tokens. What is taken off is made anew (NEW), and kept in `offset` where
-  // that is no null pointer: two floats for each lane % 4.
-  template <bool NEW>
-  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs, const u32 (&minus_136)[4],
-                                      float2* offset) const {
+  // sum += scale * (weights * inputs) for 8 tokens, from the offset on
+  __device__ __forceinline__ void add(float (&sum)[4], float (&group_sum)[4], const Inputs& inputs) const {
     const u32 b0[2] = {inputs.x, inputs.y}, b1[2] = {inputs.z, inputs.w};
-    float group_sum[4];
-    if constexpr (NEW) {
-      mma_m16n8k16_bf16_from_zero(group_sum, minus_136, b0);
-      mma_m16n8k16_bf16(group_sum, minus_136, b1);
-      if (offset != nullptr && threadIdx.x % 32 < 4)
-        offset[threadIdx.x % 32] = make_float2(group_sum[0], group_sum[1]);
-    } else {
-      const float2 known = offset[threadIdx.x % 4];  // the same for each row
-      group_sum[0] = group_sum[2] = known.x, group_sum[1] = group_sum[3] = known.y;
-    }
     mma_m16n8k16_bf16(group_sum, a0, b0);
     mma_m16n8k16_bf16(group_sum, a1, b1);
 #pragma unroll
@@ -267,12 +283,11 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       if (idle) continue;
       const unsigned char* weights = shared->weights[warp][now % SLOTS];
       const u64 inputs = wgmma_tile(shared->x[now % X_SLOTS], 0);
-      const uint4 nibbles = *reinterpret_cast<const uint4*>(weights + lane * 16);
-      const uint2 scales = *reinterpret_cast<const uint2*>(weights + SCALES_AT + lane / 4 * 8);
+      const Weights step_weights(weights, lane);
 #pragma unroll
       for (int half = 0; half < PARTS; ++half) {
         if (COLS % 64 != 0 && (range * RANGE_STAGES + range_stage) * 64 + half * 32 >= COLS) break;
-        const Group group(nibbles, scales, half);
+        const Group group(step_weights, half);
         const u64 first = inputs + wgmma_offset(half * 64), second = first + wgmma_offset(32);
         float group_sum[WIDTH / 2];
         wgmma_fence(group_sum);

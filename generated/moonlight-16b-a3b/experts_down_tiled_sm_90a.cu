@@ -10,7 +10,7 @@ namespace experts_down_tiled {
 constexpr int ROWS = 2048, COLS = 1408;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where assignments
-constexpr int RANGES = 4;  // of inputs, with a sum each: the warps of experts_down that split them
+constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
@@ -18,8 +18,22 @@ constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
+struct Weights {  // of a lane, for a step
+  u32 a[4];
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
+    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+  }
+  // sum += weights * inputs for 8 tokens
+  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {
+    const u32 b[2] = {inputs.x, inputs.y};
+    mma_m16n8k16_bf16(sum, a, b);
+  }
+};
+
 constexpr int STEP_INPUTS = 16;
-constexpr int STAGE_STEPS = 2;  // steps that come at a time
+constexpr int STAGE_STEPS = 1;  // steps that come at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
 constexpr int PIECES = STAGE_STEPS * STEP_INPUTS / 8;  // of 8 inputs, in a token's stage
@@ -29,7 +43,7 @@ static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
 static_assert(TOKENS * PIECES <= BLOCK, "a thread brings one piece");
 constexpr int OUTPUTS = ROWS;
 
-// 172064 bytes, of the 227 KiB that sm_90a has
+// 147488 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   bf16 x[X_SLOTS][TOKENS][64];
   float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far

@@ -12,12 +12,27 @@ constexpr int ASSIGNMENTS_PER_X_ROW = 2;     // TOP_K where x has token rows, 1 
 constexpr int WARPS = 4;   // split the inputs; depends on the shape alone, so a row's bits do too
 constexpr int GROUPS = 2;  // of a block, which share inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
-constexpr int MAX_TILES = 2;      // of 8 assignments, computed from one reading of the weights
-constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
-using Inputs = uint2;             // a lane's part of 16 inputs: a B fragment
+constexpr int MAX_TILES = 2;           // of 8 assignments, computed from one reading of the weights
+constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 assignments
+constexpr int BLOCKS_PER_SM = 2;       // the registers that this leaves are enough not to spill
+using Inputs = uint2;                  // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
+
+struct Weights {  // of a lane, for a step
+  u32 a[4];
+
+  __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
+    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
+    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+  }
+  // sum += weights * inputs for 8 tokens
+  __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {
+    const u32 b[2] = {inputs.x, inputs.y};
+    mma_m16n8k16_bf16(sum, a, b);
+  }
+};
 
 constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
 constexpr int SLOTS = 3;        // stages of a warp's ring: 6144 bytes a warp
@@ -25,8 +40,7 @@ constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
-constexpr int ROWS_PER_OUTPUT = 2;  // 2: a tile holds 8 gate rows and their 8 up rows
-constexpr int OUTPUTS = ROWS / ROWS_PER_OUTPUT;
+constexpr int ROWS_PER_OUTPUT = 2, OUTPUTS = ROWS / ROWS_PER_OUTPUT;  // 2: gate and up
 
 struct Shared {  // of a group
   unsigned char ring[WARPS][SLOTS][STAGE_BYTES];
@@ -106,56 +120,57 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
 // This warp's sums of row tiles with TILES * 8 assignments.
 template <int TILES>
 struct Columns {
+  static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
-  int x_at[TILES];              // this lane's inputs, or below 0 where there is no assignment
-  Inputs inputs[PARTS][TILES];  // of one step; the next step's are on their way while this one's are used
+  int x_at[TILES];  // this lane's inputs, or below 0 where there is no assignment
+  struct Step {
+    Inputs of[PARTS][TILES];
+  } inputs[HELD_STEPS];  // all, or one step's: the next one's are on their way while those are used
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
       : shared(shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const int m = t * 8 + threadIdx.x % 32 / 4;
-      x_at[t] = m < count
-                    ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + threadIdx.x % 4 * (PART_INPUTS / 4)
-                    : -1;
+      const int m = t * 8 + lane / 4;
+      x_at[t] = m < count ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + lane % 4 * (PART_INPUTS / 4) : -1;
     }
-    load_inputs(x, 0);
+#pragma unroll
+    for (int s = 0; s < HELD_STEPS; ++s) load_inputs(x, s, inputs[s]);
   }
-  __device__ __forceinline__ void load_inputs(const bf16* x, int step) {
+  __device__ __forceinline__ void load_inputs(const bf16* x, int step, Step& to) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (COLS % (PARTS * PART_INPUTS) != 0 && k >= COLS) break;
+      if (k >= COLS) break;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
-        inputs[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
+        to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
     }
   }
-  template <bool NEW>  // these assignments' first tile
   __device__ __forceinline__ void add_up(float (&sum)[TILES][4], Stream& weights, const Lists& lists,
                                          const bf16* x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
+#pragma unroll(HELD_STEPS == WARP_STEPS ? WARP_STAGES : 1)
     for (int stage = 0; stage < WARP_STAGES; ++stage) {
       const unsigned char* slot = weights.next(lists, shared->ring[warp]);
-#pragma unroll(TILES == 1 ? 2 : 1)
+#pragma unroll(TILES == 1 ? STAGE_STEPS : 1)
       for (int s = 0; s < STAGE_STEPS; ++s) {
         const int step = stage * STAGE_STEPS + s;
-        const uint4 four = *reinterpret_cast<const uint4*>(slot + s * STEP_BYTES + lane * 16);
-        Inputs now[PARTS][TILES];
+        const Weights step_weights(slot + s * STEP_BYTES, lane);
+        const Step now = inputs[step % HELD_STEPS];
+        if (HELD_STEPS < WARP_STEPS)
+          load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
 #pragma unroll
-        for (int i = 0; i < PARTS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
-        load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1);  // then the next tile's first
-        const u32 a[4] = {four.x, four.y, four.z, four.w};
+        for (int part = 0; part < PARTS; ++part) {
+          if (((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-          const u32 b[2] = {now[0][t].x, now[0][t].y};
-          mma_m16n8k16_bf16(sum[t], a, b);
+          for (int t = 0; t < TILES; ++t) step_weights.add(sum[t], now.of[part][t]);
         }
       }
     }
-    __syncwarp();  // lanes 0 .. 3 have written the offsets
   }
 };
 
@@ -167,21 +182,16 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   constexpr int BUFFERS = MAX_TILES / TILES;  // of partial sums, one after the other
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, group = threadIdx.x / GROUP;
   Columns<TILES> columns(shared, x, assignments, count);
-  int buffer = 0;
-  for (int row_tile = first_tile; row_tile < end_tile; row_tile += GROUPS) {
+  for (int row_tile = first_tile, buffer = 0; row_tile < end_tile;
+       row_tile += GROUPS, buffer = (buffer + 1) % BUFFERS) {
     float sum[TILES][4];
-    if (TILES > 1 || row_tile == first_tile)
-      columns.template add_up<true>(sum, weights, lists, x);
-    else
-      columns.template add_up<false>(sum, weights, lists, x);
+    columns.add_up(sum, weights, lists, x);
     float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
     barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);
-    // the next sums may come to where these are
+    store_tile<TILES>(partial, assignments, count, row_tile, y);  // the next sums may come to where these are
     if (BUFFERS == 1 || row_tile + GROUPS >= end_tile) barrier_of_warps(1 + group, GROUP);
-    buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
   }
 }
 

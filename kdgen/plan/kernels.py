@@ -174,25 +174,19 @@ def _dense_ring(steps: int) -> Ring:
     return Ring(stage_steps, 8 // stage_steps, 4096)
 
 
-def _expert_warps(steps: int) -> int:
-    """Warps that split the inputs of an expert's row tile: 4, so that tiles, dealt out to groups of warps, end at about the same time
-    everywhere, unless too few steps, or stages of one, are left.
+def _expert_split(steps: int, step_bytes: int, registers: int, most: int) -> tuple[int, bool, Ring]:
+    """(warps that split the inputs of an expert's row tile, whether their inputs stay in registers, how each streams its weights).
 
-    On an H200 at K2.6's width, µs of gate_up, SiLU and down for 8 rows and 26 / 60 experts (2026-11-30): 16 warps with a tile each
-    192 / 388; groups of 2 180 / 360, of 4 174 / 363, of 8 185 / 400. Four blocks of one group an SM instead of one of four, whose
-    inputs L1 does not hold: 216 / 401.
+    ``registers``: of a lane for a step's inputs of 8 tokens. More warps a tile make tiles end sooner, so that all SMs end together, and
+    leave fewer inputs for each, but the ends of a tile cost each of them the same. H200, µs of K2.6's experts for 8 rows (2026-11-30):
+    gate_up and down of 60 experts with 16 warps on 16 tiles 388, groups of 2 warps 360, of 4 363, of 8 400; down of 48 experts in groups
+    of 4 120, of 8 whose inputs stay in registers 105.
     """
-    return next(w for w in (4, 2, 1) if w == 1 or (steps % w == 0 and steps // w >= 4 and _stage_steps(steps // w) > 1))
-
-
-def _stage_steps(steps: int) -> int:
-    return next(n for n in (4, 3, 2, 1) if steps % n == 0)
-
-
-def _expert_ring(steps: int, step_bytes: int) -> Ring:
-    """About 2 KiB a stage and 7 KiB a warp, of which 16 are on an SM."""
-    stage_steps = _stage_steps(steps)
-    return Ring(stage_steps, 3, stage_steps * 3 * step_bytes)
+    ways = [w for w in (8, 4, 2, 1) if w <= most and steps % w == 0 and (steps // w >= 4 or w == 1)]
+    held = next((w for w in ways if steps // w * registers <= 56), 0)
+    warps = held or next(w for w in ways if w <= 4)
+    stage_steps = max(n for n in (4, 3, 2, 1) if steps // warps % n == 0)
+    return warps, held > 0, Ring(stage_steps, 3, stage_steps * 3 * step_bytes)
 
 
 def _blocks_per_sm(warps: int) -> int:
@@ -483,15 +477,17 @@ class Catalogue:
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
         step_inputs, step_bytes = (64, 576) if int4 else (16, 512)
         steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
-        warps = _expert_warps(steps)
-        ring = _expert_ring(steps // warps, step_bytes)
+        warps, held, ring = _expert_split(steps, step_bytes, 8 if int4 else 2, 8 if self.mode.wgmma else 4)
         group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
-        groups = next(n for n in (4, 2, 1) if n * group_bytes <= (WGMMA_SMEM_LIMIT if self.mode.wgmma else SMEM_LIMIT))
+        groups = next(
+            n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes <= (WGMMA_SMEM_LIMIT if self.mode.wgmma else SMEM_LIMIT)
+        )
         blocks_per_sm = 16 // (groups * warps)
         mma = params.ExpertsMma(
             name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
             token_tiles=EXPERT_TOKEN_TILES, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
-            blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, lists_are_old=name == "experts_down", weight_comment=comment,
+            x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, lists_are_old=name == "experts_down",
+            weight_comment=comment,
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
         block, smem = groups * warps * 32, groups * group_bytes

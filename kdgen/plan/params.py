@@ -248,6 +248,7 @@ class ExpertsMma:
     stage_steps: int
     slots: int
     smem_comment: str
+    x_in_registers: bool
     blocks_per_sm: int
     int4: bool
     out: CType

@@ -24,7 +24,7 @@ Array = NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 #: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough to stay in float32's comfort.
 _LOGIT_SPREAD = 2.0
-INT4_DEVIATION = math.sqrt(21.5)  #: of uniform values -8 … 7; a scale divides by it
+INT4_DEVIATION = math.sqrt(17.5)  #: of even_nibbles; a scale divides by it
 SCALE_SPREAD = (0.75, 1.25)  #: how much scales vary
 
 
@@ -59,7 +59,7 @@ class RandomWeights(Mapping[str, Array]):
             rows, words = self._groups[key.removesuffix("_shape") + "_packed"].shape
             return np.array([rows, words * 8], np.int64)
         if group.kind == "packed":
-            return generator.integers(-(2**31), 2**31, group.shape, np.int32)
+            return even_nibbles(generator.integers(-(2**31), 2**31, group.shape, np.int32))
         if group.kind == "scale":
             spread = generator.uniform(*SCALE_SPREAD, group.shape)
             return np.asarray(spread * (self.deviation(key.removesuffix("_scale")) / INT4_DEVIATION)).astype(BF16)
@@ -92,6 +92,15 @@ class RandomWeights(Mapping[str, Array]):
             # What adds to the residual stream: attention averages, so its outputs are small, and a SwiGLU's are about a third.
             return 1.5
         return 1.0
+
+
+def even_nibbles(words: Array) -> Array:
+    """Packed INT4 weights with 0 for the lowest value, -8: the others then have the mean 0, as rounded weights do. With another mean the
+    activations of all tokens share a direction, and so their experts."""
+    values = np.arange(256)
+    low, high = values & 15, values >> 4
+    table = (np.where(low, low, 8) | np.where(high, high, 8) << 4).astype(np.uint8)
+    return np.asarray(table[words.view(np.uint8)].view(words.dtype))
 
 
 def _exact(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Array:

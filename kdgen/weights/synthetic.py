@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kdgen.plan.ir import ITEM_BYTES, DType, Weight
 from kdgen.spec import Spec
 from kdgen.weights.pack import Array, PackedWeights, numpy_dtype, packed_parts
-from kdgen.weights.random import BF16, INT4_DEVIATION, SCALE_SPREAD, RandomWeights
+from kdgen.weights.random import BF16, INT4_DEVIATION, SCALE_SPREAD, RandomWeights, even_nibbles
 
 #: Checkpoint bytes up to which ``RandomWeights`` is quick enough.
 MOST_DRAWN = 2e9
@@ -87,7 +87,7 @@ class SyntheticWeights(PackedWeights):
 
     @functools.cached_property
     def _bytes(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self._generator(1).bytes(_POOL_TILES * 512), np.uint8)
+        return even_nibbles(np.frombuffer(self._generator(1).bytes(_POOL_TILES * 512), np.uint8))
 
     def _generator(self, stream: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=self._seed, counter=stream << 128))
