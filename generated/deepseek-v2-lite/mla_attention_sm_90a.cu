@@ -42,14 +42,16 @@ struct Shared {
 
 // split bounds are absolute positions, the same for every row
 __device__ __forceinline__ int split_of(int position) {
-  if (position >= 65536) return 144 + (position - 65536) / 1024;
-  if (position >= 8192) return 32 + (position - 8192) / 512;
-  return position / 256;
+  if (position >= 65536) return 160 + (position - 65536) / 1024;
+  if (position >= 8192) return 48 + (position - 8192) / 512;
+  if (position >= 4096) return 32 + (position - 4096) / 256;
+  return position / 128;
 }
 __device__ __forceinline__ int split_begin(int split) {
-  if (split >= 144) return 65536 + (split - 144) * 1024;
-  if (split >= 32) return 8192 + (split - 32) * 512;
-  return split * 256;
+  if (split >= 160) return 65536 + (split - 160) * 1024;
+  if (split >= 48) return 8192 + (split - 48) * 512;
+  if (split >= 32) return 4096 + (split - 32) * 256;
+  return split * 128;
 }
 // Of splits `first` up to the row's last, of `keys` keys, the one whose bound is nearest to `share` of the work.
 __device__ __forceinline__ int split_at(int share, int first, int keys) {

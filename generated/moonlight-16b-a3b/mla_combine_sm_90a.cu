@@ -18,9 +18,10 @@ constexpr int CHUNK = 32;  // splits whose weights a warp makes at a time
 constexpr int MINE = CHUNK / CLASSES;
 
 __device__ __forceinline__ int split_of(int position) {
-  if (position >= 65536) return 144 + (position - 65536) / 1024;
-  if (position >= 8192) return 32 + (position - 8192) / 512;
-  return position / 256;
+  if (position >= 65536) return 160 + (position - 65536) / 1024;
+  if (position >= 8192) return 48 + (position - 8192) / 512;
+  if (position >= 4096) return 32 + (position - 4096) / 256;
+  return position / 128;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
