@@ -35,6 +35,7 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES
+from kdgen.plan.kernels import CHOICE_BESIDE
 from kdgen.plan.least import draft_bytes, kernel_bytes
 from kdgen.resources import templates_dir
 
@@ -240,7 +241,7 @@ def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> 
     hit = 0
     for each in work:
         backend.start(each)
-        if isinstance(each, Launch) and each.kernel == "moe_sort":
+        if isinstance(each, Launch) and each.kernel in ("moe_sort", CHOICE_BESIDE):
             hit += int(engine.read("num_active")[0])
     return hit
 

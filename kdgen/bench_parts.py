@@ -17,6 +17,7 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
+from kdgen.plan.kernels import FEW
 from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
 from kdgen.rounds import Rounds, budgets_for
@@ -142,7 +143,7 @@ def experts_time(engine: Engine, rows: int, distinct: int, bandwidth: float, tor
     backend.write(engine.buffer("topk_experts"), routing)
     backend.write(engine.buffer("num_tokens"), np.array([rows], np.int32))
     launches = _launches(engine, "verify", rows, 0)
-    sort = next(launch for launch in launches if launch.kernel == "moe_sort")
+    sort = next(launch for launch in _launches(engine, "prefill", rows, 0) if launch.kernel == "moe_sort")
     backend.launch(sort.kernel, sort.grid, sort.block, sort.smem, sort.args)
     mine = [launch for launch in launches if launch.kernel in EXPERTS]
     layers = len(mine) // len(EXPERTS)
@@ -176,7 +177,7 @@ def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterat
     spec, named = engine.spec, {weight.name: weight for weight in engine.plan.weights}
     used = {launch.kernel for launch, _ in engine.plan.program("decode").launches()}
     for kernel in engine.plan.kernels:
-        weight = named.get(kernel.name)
+        weight = named.get(kernel.name.removesuffix(FEW))
         if kernel.name not in used:
             continue
         if kernel.name == ATTENTION[0]:

@@ -367,7 +367,7 @@ def published_config(spec: Spec) -> dict[str, Any]:
     Raises ValueError for a combination that the spec's model type cannot publish (a V3 with softmax scores, say).
     """
     spec = spec.with_draft(None)  # a drafter has a folder of its own
-    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft"})
+    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft", "router_dtype"})
     scaling = {} if spec.rope_scaling is None else spec.rope_scaling.model_dump(exclude_none=True)
     values["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta, "rope_type": scaling.pop("type", "default")}
     if not spec.has_moe:

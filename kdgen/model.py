@@ -74,7 +74,16 @@ def open_model(path: Path) -> Model:
     spec = load_config(path)
     checkpoint = Checkpoint(path)
     checkpoint.validate(spec)
+    spec = _with_router_dtype(spec, checkpoint)
     return Model(spec, CheckpointWeights(checkpoint.__getitem__), text=TextFiles.of_folder(path))
+
+
+def _with_router_dtype(spec: Spec, checkpoint: Checkpoint) -> Spec:
+    """A config does not say how the router is stored. One in float32 stays so: what it chooses must not depend on rounding."""
+    if not spec.has_moe or spec.dtype == "float32":
+        return spec
+    stored = {checkpoint.entry(f"model.layers.{layer}.mlp.gate.weight").dtype for layer in range(*spec.moe_layers)}
+    return spec.model_copy(update={"router_dtype": "float32"}) if "F32" in stored else spec
 
 
 def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Model:

@@ -99,6 +99,8 @@ class Spec(Frozen):
     bos_token_id: Annotated[int, Field(ge=0, le=MAX_DIM)] | None = None
     eos_token_id: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_DIM)], ...], BeforeValidator(_ids)] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    #: of mlp.gate.weight, where it is not ``dtype``: some checkpoints keep it in float32
+    router_dtype: Literal["bfloat16", "float32"] | None = None
     quantization: Quantization | None = None
     draft: DraftSpec | None = None
 
@@ -175,8 +177,9 @@ class Spec(Frozen):
 
     @property
     def sha256(self) -> str:
-        """Hash of everything but the name: two specs with the same hash are the same model, with the same drafter."""
-        left_out = {"name"} if self.draft else {"name", "draft"}
+        """Hash of everything but the name and how the router is stored: two specs with the same hash are the same model, with the same
+        drafter."""
+        left_out = {"name", "router_dtype"} | (set() if self.draft else {"draft"})
         text = json.dumps(self.model_dump(mode="json", exclude=left_out), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -7,20 +7,44 @@
 
 namespace rope_cache {
 constexpr int HEADS = 4;
-constexpr int KV_LORA = 64;
-constexpr int ROPE = 16;
-constexpr int HALF = ROPE / 2;
-constexpr int ROW = KV_LORA + ROPE;  // a cache row: [c_kv | k_rope]
-constexpr int KV_A_STRIDE = 80;      // a row of the projection's output
-constexpr int KV_A_OFFSET = 0;       // where [c_kv | k_rope] lies in it
-constexpr int QK_HEAD = 48;          // a head of q: [q_nope | q_rope]
-constexpr int NOPE = QK_HEAD - ROPE;
-constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm's own, not rms_norm_eps
-constexpr int BLOCK = 64;
-constexpr int WARPS = BLOCK / 32;
-
+constexpr int QK_HEAD = 48;  // a head of q: [q_nope | q_rope]
+constexpr int ROPE = 16, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
+
+// Pair i of x, turned by its angle, to out.
+template <class X>
+__device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
+                                       bf16* out) {
+  const float a = to_float(x[first_of_pair(i)]), b = to_float(x[second_of_pair(i)]);
+  out[first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
+  out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
+}
+constexpr int KV_LORA = 64;
+constexpr int ROW = KV_LORA + ROPE;                 // a cache row: [c_kv | k_rope]
+constexpr int KV_A_STRIDE = 80;                     // a row of the projection's output
+constexpr int KV_A_OFFSET = 0;                      // where [c_kv | k_rope] lies in it
+constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm's own, not rms_norm_eps
+constexpr int BLOCK = 64, WARPS = BLOCK / 32;
+
+// The latent c_kv is normalised, k_rope rotated.
+__device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
+                                                const float* norm_weight, const float* cos_row,
+                                                const float* sin_row, bf16* cache_row) {
+  for (int i = threadIdx.x; i < HALF; i += BLOCK)
+    rotate(latent + KV_LORA, cos_row, sin_row, i, cache_row + KV_LORA);
+  float square_sum = 0.0f;
+  for (int i = threadIdx.x; i < KV_LORA; i += BLOCK) square_sum = fmaf(latent[i], latent[i], square_sum);
+  square_sum = warp_sum(square_sum);
+  if (threadIdx.x % 32 == 0) warp_square_sum[threadIdx.x / 32] = square_sum;
+  __syncthreads();
+  square_sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
+  const float scale = 1.0f / sqrtf(square_sum / KV_LORA + EPS);
+  for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
+    cache_row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
+}
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     rope_cache(const int* num_tokens, const int* row_sequence, const int* row_position, const int* row_slot,
@@ -31,35 +55,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
-  const float* latent = kv_a + (size_t)token_row * KV_A_STRIDE + KV_A_OFFSET;
   const float* cos_row = cos_table + (size_t)row_position[token_row] * HALF;
   const float* sin_row = sin_table + (size_t)row_position[token_row] * HALF;
   bf16* cache_row =
       kv_cache + ((size_t)row_sequence[token_row] * context_capacity + row_slot[token_row]) * ROW;
-
-  float square_sum = 0.0f;
-  for (int i = threadIdx.x; i < KV_LORA; i += BLOCK) square_sum = fmaf(latent[i], latent[i], square_sum);
-  square_sum = warp_sum(square_sum);
-  if (threadIdx.x % 32 == 0) warp_square_sum[threadIdx.x / 32] = square_sum;
-  __syncthreads();
-  square_sum = 0.0f;
-  for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
-  const float scale = 1.0f / sqrtf(square_sum / KV_LORA + EPS);
-  for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
-    cache_row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
-
-  for (int i = threadIdx.x; i < HALF; i += BLOCK) {
-    const float a = latent[KV_LORA + first_of_pair(i)], b = latent[KV_LORA + second_of_pair(i)];
-    cache_row[KV_LORA + first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
-    cache_row[KV_LORA + second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
-  }
+  write_cache_row(warp_square_sum, kv_a + (size_t)token_row * KV_A_STRIDE + KV_A_OFFSET, norm_weight, cos_row,
+                  sin_row, cache_row);
   for (int j = threadIdx.x; j < HEADS * HALF; j += BLOCK) {
-    const int head = j / HALF, i = j % HALF;
-    const bf16* q_rope = q + ((size_t)token_row * HEADS + head) * QK_HEAD + NOPE;
-    bf16* out = query + ((size_t)token_row * HEADS + head) * ROW + KV_LORA;
-    const float a = to_float(q_rope[first_of_pair(i)]), b = to_float(q_rope[second_of_pair(i)]);
-    out[first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
-    out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
+    const size_t head = (size_t)token_row * HEADS + j / HALF;
+    rotate(q + head * QK_HEAD + QK_HEAD - ROPE, cos_row, sin_row, j % HALF, query + head * ROW + KV_LORA);
   }
 }
 }  // namespace rope_cache

@@ -20,26 +20,28 @@ struct alignas(sizeof(bf16) * VECTOR) Rounded {
 };
 static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    rmsnorm_hidden(const int* num_tokens, const float* x, const float* __restrict__ weight, bf16* y) {
-  SHARED_ARRAY(float, warp_square_sum, [WARPS]);
-  allow_next_kernel();
-  Vector gain[ROUNDS], row[ROUNDS];
+__device__ __forceinline__ void load_gain(Vector (&gain)[ROUNDS], const float* weight) {
 #pragma unroll
-  for (int r = 0; r < ROUNDS; ++r) {  // the weights wait for nobody
+  for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
-    if (i < WIDTH) gain[r] = *reinterpret_cast<const Vector*>(weight + i);
+    if (i >= WIDTH) continue;
+    const uint4 four = load_ahead_16(weight + i);
+    const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int v = 0; v < 4; ++v) gain[r].values[v] = __uint_as_float(words[v]);
   }
-  wait_for_previous_kernel();
-  const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
+}
 
+// y = x / sqrt(mean(x^2) + eps) * gain
+__device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
+                                          const float* x, bf16* y) {
+  Vector row[ROUNDS];
   float square_sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    row[r] = *reinterpret_cast<const Vector*>(x + (size_t)token_row * X_STRIDE + i);
+    row[r] = *reinterpret_cast<const Vector*>(x + i);
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) square_sum = fmaf(row[r].values[v], row[r].values[v], square_sum);
   }
@@ -59,7 +61,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v)
       rounded.values[v] = from_float<bf16>(row[r].values[v] * scale * gain[r].values[v]);
-    *reinterpret_cast<Rounded*>(y + (size_t)token_row * WIDTH + i) = rounded;
+    *reinterpret_cast<Rounded*>(y + i) = rounded;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    rmsnorm_hidden(const int* num_tokens, const float* x, const float* __restrict__ weight, bf16* y) {
+  SHARED_ARRAY(float, warp_square_sum, [WARPS]);
+  allow_next_kernel();
+  Vector gain[ROUNDS];
+  load_gain(gain, weight);  // weights wait for nobody
+  wait_for_previous_kernel();
+  const int token_row = blockIdx.x;
+  if (token_row >= *num_tokens) return;
+  normalise(warp_square_sum, gain, x + (size_t)token_row * X_STRIDE, y + (size_t)token_row * WIDTH);
 }
 }  // namespace rmsnorm_hidden

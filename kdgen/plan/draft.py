@@ -16,7 +16,7 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.plan import ir, params
 from kdgen.plan.ir import MAX_PATH, ONE, Arg, Buffer, Compute, Cost, DType, Extent, Kernel, Launch, Limits, Program, Stage, Weight
 from kdgen.plan.kernels import ROW_EXTENT, Catalogue, Linear, Mode, block_for, mode_of
-from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, summed, weight
+from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, summed, top_k_launches, weight
 from kdgen.plan.shard import WHOLE, Shard, part_of, shares_draft
 from kdgen.plan.weights import stored_bytes
 from kdgen.spec import Spec
@@ -351,7 +351,7 @@ def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard, ow
         _norm(weight("draft_final_norm")),
         launch("lm_head", *_named("num_tokens hidden"), weight("lm_head"), buffer("draft_logits" if shard.whole else "logits")),
         *(() if shard.whole else joined_logits("draft_logits", limits.max_rows, shard)),
-        launch("top_k", *_named("step_count draft_shape draft_logits candidate_tokens candidate_log_probs")),
+        *top_k_launches(),
     )
     splits, capacity = integer(_max_splits(draft, limits)), integer(limits.capacity)
     heads = launch(

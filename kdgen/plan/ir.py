@@ -68,6 +68,14 @@ class Cost:
     def flops(self, tokens: int) -> int:
         return self.flops_per_token * tokens
 
+    def __add__(self, other: Cost) -> Cost:
+        """Of both in one launch."""
+        return Cost(
+            self.bytes_fixed + other.bytes_fixed,
+            self.bytes_per_token + other.bytes_per_token,
+            self.flops_per_token + other.flops_per_token,
+        )
+
 
 @dataclass(frozen=True)
 class Kernel:

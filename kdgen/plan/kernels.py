@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
@@ -134,6 +134,58 @@ def block_for(width: int, most: int = 256) -> int:
     return max(32, min(most, -(-width // 32) * 32))
 
 
+def top_k_part(vocab: int) -> tuple[int, int]:
+    """Threads of a block of top_k_parts, and tokens of each. Small vocabularies have small parts, so that their tests see several; the
+    largest have 128, whose candidates fit a block's shared memory."""
+    return (256, max(10, -(-vocab // (256 * 128)))) if vocab >= 8192 else (64, 2)
+
+
+def top_k_part_size(vocab: int) -> int:
+    block, lane_tokens = top_k_part(vocab)
+    return block * lane_tokens
+
+
+def top_k_parts(vocab: int) -> int:
+    return -(-vocab // top_k_part_size(vocab))
+
+
+HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
+HELD_STEPS = 16  # of a warp's weights, 4 registers each
+FEW = "_few"  #: suffix of a layer's kernel for few rows
+CACHE_BESIDE = "rmsnorm_q_a_and_cache"
+
+
+def holds_heads(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows hold the weights of the layers that each head has in registers."""
+    widths = (spec.qk_nope_head_dim, spec.kv_lora_rank)
+    return mode.compute == "bf16" and all(width // 16 // _mma_warps(width) <= HELD_STEPS for width in widths)
+
+
+def caches_beside(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
+    return holds_heads(spec, mode) and spec.q_lora_rank is not None
+
+
+ROUTER_BESIDE = "shared_gate_up_proj_and_router"
+CHOICE_BESIDE = "shared_down_proj_and_choice"
+
+
+def has_bf16_router(spec: Spec, mode: Mode) -> bool:
+    """Whether the router's weights are bf16 and read by tensor cores; their bits are the checkpoint's."""
+    return mode.compute == "bf16" and (spec.router_dtype or spec.dtype) == "bfloat16"
+
+
+def routes_beside(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows route beside the shared experts, in launches of both."""
+    return mode.compute == "bf16" and spec.has_moe and spec.shared_intermediate_size > 0
+
+
+def choice_smem(topk: params.RouterTopK, warps: int) -> int:
+    """Bytes of linear_and_choice's ``struct Choice``: 1,024 assignments, a sum a warp, and each warp's scores."""
+    scores = 2 * topk.experts + topk.top_k + (topk.groups if topk.groups > 1 else 0)
+    return -(-(1024 + warps + warps * scores) // 4) * 16
+
+
 def sums_biases(whole: Spec, ranks: int) -> bool:
     """Whether some projection whose outputs are summed over ranks has a bias."""
     return whole.attention_bias or bool(whole.draft and whole.draft.attention_bias and shares_draft(whole, ranks))
@@ -199,6 +251,11 @@ def _blocks_per_sm(warps: int) -> int:
     return 1 if warps == 16 else min(12, 20 // warps)  # some targets hold 16 blocks
 
 
+def _held_steps(steps: int, most: int) -> int:
+    """Whole rounds of a warp's ``steps`` of router weights, at most ``most`` of them in registers, 2 each."""
+    return next(held for held in range(min(steps, most), 0, -1) if steps % held == 0)
+
+
 def _x_in_registers(warps: int, warp_steps: int) -> bool:
     """Whether a warp's inputs of 8 tokens, 2 registers a step, fit beside what the kernel needs anyhow."""
     return warp_steps <= (32 if warps == 16 else 8)
@@ -239,20 +296,32 @@ class Catalogue:
         found = [self._chain_rows(), self._tree_build(), self._tree_rows(), self._embed(), self._norm("rmsnorm_hidden", spec.hidden_size)]
         found += [self._linear(layer) for layer in self.attention_linears()[:-2]]
         if spec.q_lora_rank is not None:
-            found.append(self._norm("rmsnorm_q_a", spec.q_lora_rank, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS))
-        found += [self._rope_cache(), self._attention(), self._combine()]
-        found += [self._linear(layer) for layer in self.attention_linears()[-2:]]
+            found.append(self._norm_q_a())
+        found.append(self._rope_cache())
+        if caches_beside(spec, self.mode):
+            found.append(self._norm_and_cache())
+        absorb, values, o_proj = self.attention_linears()[-3:]
+        if holds_heads(spec, self.mode):
+            found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
+        found += [self._attention(), self._combine(), self._linear(values)]
+        if holds_heads(spec, self.mode):
+            found.append(self._linear_heads(values))
+        found.append(self._linear(o_proj))
         if spec.first_k_dense_replace:
             found += [self._linear(layer) for layer in self.swiglu("", spec.intermediate_size)]
         if spec.has_moe:
-            found += [self._router_logits(), self._router_topk(), self._moe_sort(), *self._experts(), self._moe_combine()]
+            found += [self._router_logits(), self._router_topk(), self._moe_sort()]
             if spec.shared_intermediate_size:
                 found += [self._linear(layer) for layer in self.swiglu("shared_", spec.shared_intermediate_size)]
+            if routes_beside(spec, self.mode):
+                found += [self._gate_up_and_router()] if has_bf16_router(spec, self.mode) else []
+                found.append(self._down_and_choice())
+            found += [*self._experts(), self._moe_combine()]
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
         found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
         if self.ranks > 1:
             found += self._joins()
-        found += [self._tree_accept(), self._kv_compact(), self._top_k()]
+        found += [self._tree_accept(), self._kv_compact(), *self._top_k()]
         return tuple(found)
 
     # ---- shapes that programs and buffers need too ------------------------------------------------------------------
@@ -293,11 +362,7 @@ class Catalogue:
         """gate_up (with SiLU) and down of a dense or shared MLP."""
         h = self.spec.hidden_size
         down = Linear(f"{prefix}down_proj", "MLP output added to the residual", h, width)
-        joins = self.ranks > 1 and prefix == "shared_"  # what the routed experts gave is there already
-        return (
-            Linear(f"{prefix}gate_up_proj", "SwiGLU: silu(gate) * up", 2 * width, h, gated=True),
-            replace(down, summary="shared experts' part of the MLP output", accumulate=True) if joins else self._into_residual(down),
-        )
+        return Linear(f"{prefix}gate_up_proj", "SwiGLU: silu(gate) * up", 2 * width, h, gated=True), self._into_residual(down)
 
     def _into_residual(self, layer: Linear) -> Linear:
         """``layer``, whose outputs belong to the residual: added to it, or left for the sum over ranks, which adds the bias as well."""
@@ -356,9 +421,42 @@ class Catalogue:
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
         return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
 
+    def _norm_and_cache(self) -> Kernel:
+        """The low-rank query's norm and the cache row, which read one projection, each in a block of its own."""
+        norm, cache = self._norm_q_a(), self._rope_cache()
+        p = params.NormAndCache(CACHE_BESIDE, cast(params.RmsNorm, norm.params), cast(params.RopeCache, cache.params))
+        row = self.spec.cache_row_dim
+        cost = norm.cost + Cost(self.spec.kv_lora_rank * 4, row * (4 + self.mode.act_bytes), 6 * row)
+        grid, summary = (ROW_EXTENT, Extent(2), ONE), f"{norm.summary}; beside it, the cache row [c_kv | k_rope]"
+        return Kernel(p.name, "norm_and_cache.cu.j2", p, norm.block, grid, 0, cost, summary)
+
+    def _linear_heads(self, layer: Linear, rotates: bool = False) -> Kernel:
+        """A layer of each head for few rows, its weights in registers; ``rotates``: queries' rotary parts in blocks beside it."""
+        s, many = self.spec, self._linear(layer)
+        linear, row_tiles = cast(params.LinearMma, many.params), -(-layer.rows // 16)
+        steps = layer.cols // 16 // linear.warps
+        warps = max(HEAD_WARPS, linear.warps)
+        tiles = max(1, min(4, HELD_STEPS // steps, -(-row_tiles * linear.warps // warps)))
+        p = params.LinearHeads(
+            name=layer.name + FEW, rows=layer.rows, x_stride=linear.x_stride, x_batch_stride=linear.x_batch_stride,
+            y_stride=linear.y_stride, y_batch_stride=linear.y_batch_stride, splits=linear.warps, split_steps=steps, warps=warps,
+            warp_tiles=tiles, max_tokens=linear.max_tokens, blocks_per_sm=max(1, 16 // warps), act=self.mode.act, rotates=rotates,
+            rope=s.qk_rope_head_dim, interleave=s.rope_interleave, epilogue_comment=linear.epilogue_comment,
+        )  # fmt: skip
+        parts = -(-row_tiles // (warps // linear.warps * tiles))
+        grid = (Extent(parts + rotates), Extent(per_tokens=linear.max_tokens), Extent(layer.batch))
+        turned = 2 * layer.batch * s.qk_rope_head_dim * self.mode.act_bytes if rotates else 0
+        summary = f"{layer.summary}, for few rows" + ("; beside it, queries' rotary parts" if rotates else "")
+        return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary)
+
+    def _norm_q_a(self) -> Kernel:
+        return self._norm("rmsnorm_q_a", self.spec.q_lora_rank or 0, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)
+
     def _rope_cache(self) -> Kernel:
         s, act = self.spec, self.mode.act
         block = block_for(max(s.kv_lora_rank, s.num_attention_heads * s.qk_rope_head_dim // 2))
+        if s.q_lora_rank is not None:  # a row's sum of squares is split alike in the launch that it shares with that norm
+            block = self._norm_q_a().block
         pairing = (
             "Pairs are interleaved, (x0, x1), (x2, x3), ..." if s.rope_interleave else "Pairs are half a head apart, (x_i, x_(i + d/2))."
         )
@@ -424,6 +522,13 @@ class Catalogue:
 
     def _router_logits(self) -> Kernel:
         s, experts = self.spec, self.spec.n_routed_experts or 0
+        if has_bf16_router(s, self.mode):
+            warps = _mma_warps(s.hidden_size)
+            held = _held_steps(s.hidden_size // 16 // warps, 14 if warps >= 8 else 12)
+            mma = params.RouterLogitsMma("router_logits", s.hidden_size, experts, warps, held, TOKEN_TILES * 8)
+            cost = Cost(experts * s.hidden_size * 2, s.hidden_size * 2 + experts * 4, 2 * experts * s.hidden_size)
+            grid = (Extent(-(-experts // 8)), Extent(per_tokens=TOKEN_TILES * 8), ONE)
+            return Kernel("router_logits", "router_logits_mma.cu.j2", mma, warps * 32, grid, 0, cost, "router logits in float32")
         block_experts, vector = 2, 4 if s.hidden_size % 4 == 0 else 1
         p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, block_experts, vector, self.mode.act)
         cost = Cost(experts * s.hidden_size * 4, s.hidden_size * self.mode.act_bytes + experts * 4, 2 * experts * s.hidden_size)
@@ -449,6 +554,30 @@ class Catalogue:
         block = block_for(experts, 512)
         p = params.MoeSort("moe_sort", experts, top_k, block)
         return Kernel("moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(0, top_k * 8, 0), "assignments grouped by expert")
+
+    def _gate_up_and_router(self) -> Kernel:
+        """The shared experts' gate_up projection and the router's logits, dealt out over all blocks."""
+        gate_up, _ = (self._linear(layer) for layer in self.swiglu("shared_", self.spec.shared_intermediate_size))
+        router = self._router_logits()
+        logits = cast(params.RouterLogitsMma, router.params)
+        steps = logits.hidden // 16 // logits.warps  # all of them, where there are registers: they are on their way before it waits
+        logits = replace(logits, held_steps=_held_steps(steps, 28 if logits.warps >= 8 else 12))
+        p = params.LinearAndRouter(ROUTER_BESIDE, cast(params.LinearMma, gate_up.params), logits)
+        summary = f"{gate_up.summary}; beside it, {router.summary}"
+        return replace(gate_up, name=p.name, template="linear_and_router.cu.j2", params=p, cost=gate_up.cost + router.cost, summary=summary)
+
+    def _down_and_choice(self) -> Kernel:
+        """The shared experts' down projection, and in a block of its own the choice of routed experts and their lists."""
+        _, down = (self._linear(layer) for layer in self.swiglu("shared_", self.spec.shared_intermediate_size))
+        topk, sort = self._router_topk(), self._moe_sort()
+        linear, choice = cast(params.LinearMma, down.params), cast(params.RouterTopK, topk.params)
+        lists = replace(cast(params.MoeSort, sort.params), block=down.block)
+        smem = choice_smem(choice, linear.warps)
+        p = params.LinearAndChoice(CHOICE_BESIDE, linear, choice, lists, f"{smem} bytes")
+        tiles, tokens, batch = down.grid
+        grid = (replace(tiles, times=tiles.times + 1), tokens, batch)
+        cost, summary = down.cost + topk.cost + sort.cost, f"{down.summary}; beside it, expert choice and assignments by expert"
+        return Kernel(p.name, "linear_and_choice.cu.j2", p, down.block, grid, max(down.smem, smem), cost, summary, down.row_tiles)
 
     def _experts(self) -> tuple[Kernel, Kernel]:
         s = self.spec
@@ -501,7 +630,8 @@ class Catalogue:
     def _moe_combine(self) -> Kernel:
         s = self.spec
         block = block_for(s.hidden_size)
-        p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, self.ranks == 1, block)
+        adds = self.ranks == 1 or s.shared_intermediate_size > 0  # to what the shared experts left there
+        p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, adds, block)
         cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
         grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
         return Kernel("moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts")
@@ -526,11 +656,20 @@ class Catalogue:
         cost = Cost(0, 40, 0)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
         return Kernel("sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature")
 
-    def _top_k(self) -> Kernel:
-        vocab, block = self.whole.vocab_size, block_for(self.whole.vocab_size // 4, 1024)
-        p = params.TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, block, blocks_per_sm=1)
-        cost = Cost(0, 2 * vocab * 4, 4 * vocab)
-        return Kernel("top_k", "top_k.cu.j2", p, block, (ROW_EXTENT, SEQUENCE_EXTENT, ONE), 0, cost, "candidates of each draft row")
+    def _top_k(self) -> tuple[Kernel, Kernel]:
+        vocab, (block, lane_tokens), parts = self.whole.vocab_size, top_k_part(self.whole.vocab_size), top_k_parts(self.whole.vocab_size)
+        first = params.TopKParts("top_k_parts", vocab, MAX_PATH, MAX_CANDIDATES, lane_tokens, block)
+        smem = (parts * (MAX_CANDIDATES + 1) + MAX_CANDIDATES) * 8
+        second = params.TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, parts, 256, f"{smem} bytes")
+        grid = (ROW_EXTENT, Extent(parts), SEQUENCE_EXTENT)
+        part_bytes = parts * (8 * MAX_CANDIDATES + 8)
+        return (
+            Kernel("top_k_parts", "top_k_parts.cu.j2", first, block, grid, 0, Cost(0, 4 * vocab, 2 * vocab), "candidates of each part"),
+            Kernel(
+                "top_k", "top_k.cu.j2", second, 256, (ROW_EXTENT, SEQUENCE_EXTENT, ONE), smem, Cost(0, part_bytes),
+                "candidates of each draft row",
+            ),
+        )  # fmt: skip
 
     # ---- what the ranks have, put together --------------------------------------------------------------------------
 

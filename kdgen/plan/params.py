@@ -115,6 +115,34 @@ class RopeCache:
 
 
 @dataclass(frozen=True)
+class NormAndCache:
+    name: str
+    norm: RmsNorm
+    cache: RopeCache
+
+
+@dataclass(frozen=True)
+class LinearHeads:
+    name: str
+    rows: int
+    x_stride: int
+    x_batch_stride: int
+    y_stride: int
+    y_batch_stride: int
+    splits: int
+    split_steps: int
+    warps: int
+    warp_tiles: int
+    max_tokens: int
+    blocks_per_sm: int
+    act: CType
+    rotates: bool
+    rope: int
+    interleave: bool
+    epilogue_comment: str
+
+
+@dataclass(frozen=True)
 class MlaAttentionF32:
     name: str
     heads: int
@@ -199,6 +227,23 @@ class RouterLogits:
 
 
 @dataclass(frozen=True)
+class RouterLogitsMma:
+    name: str
+    hidden: int
+    experts: int
+    warps: int
+    held_steps: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class LinearAndRouter:
+    name: str
+    linear: LinearMma
+    router: RouterLogitsMma
+
+
+@dataclass(frozen=True)
 class RouterTopK:
     name: str
     experts: int
@@ -219,6 +264,15 @@ class MoeSort:
     experts: int
     top_k: int
     block: int
+
+
+@dataclass(frozen=True)
+class LinearAndChoice:
+    name: str
+    linear: LinearMma
+    choice: RouterTopK
+    sort: MoeSort
+    choice_comment: str
 
 
 @dataclass(frozen=True)
@@ -301,13 +355,24 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class TopKParts:
+    name: str
+    vocab: int
+    max_path: int
+    max_candidates: int
+    lane_tokens: int
+    block: int
+
+
+@dataclass(frozen=True)
 class TopK:
     name: str
     vocab: int
     max_path: int
     max_candidates: int
+    parts: int
     block: int
-    blocks_per_sm: int
+    smem_comment: str
 
 
 @dataclass(frozen=True)

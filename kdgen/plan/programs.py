@@ -7,8 +7,23 @@ sampling, which are named ``<program>_sampled``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
-from kdgen.plan.kernels import Mode, attention_splits, column_blocks
+from kdgen.plan.kernels import (
+    CACHE_BESIDE,
+    CHOICE_BESIDE,
+    FEW,
+    ROUTER_BESIDE,
+    Mode,
+    attention_splits,
+    caches_beside,
+    column_blocks,
+    has_bf16_router,
+    holds_heads,
+    routes_beside,
+    top_k_parts,
+)  # fmt: skip
 from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
@@ -44,6 +59,8 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         state("step_begin", "i32", sequences + 1),
         state("draft_shape", "i32", sequences, 4),
         state("draft_logits", "f32", sequences, MAX_PATH, whole.vocab_size),
+        work("part_candidates", "i32", sequences, MAX_PATH, top_k_parts(whole.vocab_size), MAX_CANDIDATES, 2),
+        work("part_sums", "f32", sequences, MAX_PATH, top_k_parts(whole.vocab_size), 2),
         state("candidate_tokens", "i32", sequences, MAX_PATH, MAX_CANDIDATES),
         state("candidate_log_probs", "f32", sequences, MAX_PATH, MAX_CANDIDATES),
         state("tree_size", "i32", sequences),
@@ -134,16 +151,24 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
     """Every program. ``prefill`` takes tokens that the host wrote, ``decode`` the sequences' root tokens, ``verify`` drafted trees."""
     spec = part_of(whole, shard.ranks)
     advance = launch("advance", *_buffers("step_count step_sequence step_begin next_token sequence_length root_token"))
-    top_k = launch("top_k", *_buffers("step_count draft_shape draft_logits candidate_tokens candidate_log_probs"))
-    forward = _forward(spec, mode, limits, shard)
+    many, few = _forward(spec, mode, limits, shard, few=False), _forward(spec, mode, limits, shard, few=True)
     found = []
     for suffix, choose in _choices(spec, shard, limits.max_rows):
         found += [
-            Program(f"prefill{suffix}", (Stage((_chain_rows(from_root=False),)), *forward, Stage((*choose, advance)))),
-            Program(f"decode{suffix}", (Stage((_chain_rows(from_root=True),)), *forward, Stage((*choose, advance)))),
-            Program(f"verify{suffix}", (Stage(_tree_launches()), *forward, Stage((*choose, *_commit_launches(limits))))),
+            Program(f"prefill{suffix}", (Stage((_chain_rows(from_root=False),)), *many, Stage((*choose, advance)))),
+            Program(f"decode{suffix}", (Stage((_chain_rows(from_root=True),)), *few, Stage((*choose, advance)))),
+            Program(f"verify{suffix}", (Stage(_tree_launches()), *few, Stage((*choose, *_commit_launches(limits))))),
         ]
-    return (*found, Program("draft_top_k", (Stage((top_k,)),)))
+    return (*found, Program("draft_top_k", (Stage(top_k_launches()),)))
+
+
+def top_k_launches() -> tuple[Launch, ...]:
+    """The candidates of the step's draft rows."""
+    parts = _buffers("part_candidates part_sums")
+    return (
+        launch("top_k_parts", *_buffers("step_count draft_shape draft_logits"), *parts),
+        launch("top_k", *_buffers("step_count draft_shape"), *parts, *_buffers("candidate_tokens candidate_log_probs")),
+    )
 
 
 def _choices(spec: Spec, shard: Shard, rows: int) -> tuple[tuple[str, tuple[Launch, ...]], ...]:
@@ -240,14 +265,15 @@ def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _forward(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Stage, ...]:
-    attention = _attention(spec, mode, limits, shard)
+def _forward(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Stage, ...]:
+    """Embedding to logits. ``few``: made for few rows, with several kernels' work in one launch; the bits are the same."""
+    attention = _attention(spec, mode, limits, shard, few)
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
     stages = [Stage(embedding(spec, limits, shard))]
     if dense:
         stages.append(Stage((*attention, *_dense_mlp(limits, shard)), (0, dense)))
     if spec.has_moe:
-        stages.append(Stage((*attention, *_moe(spec, limits, shard)), moe))
+        stages.append(Stage((*attention, *_moe(spec, mode, limits, shard, few)), moe))
     head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
     stages.append(Stage((_norm(weight("norm")), head)))
     return tuple(stages)
@@ -279,7 +305,7 @@ def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
     return launch(name, *_buffers(f"num_tokens {x}"), layer_weight(name), *extra, buffer(y))
 
 
-def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
+def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Launch, ...]:
     capacity, splits = integer(limits.capacity), integer(max_splits(spec, mode, limits))
     if spec.q_lora_rank is None:
         queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
@@ -289,10 +315,29 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[La
             launch("rmsnorm_q_a", *_buffers("num_tokens kv_a"), layer_weight("q_a_layernorm"), buffer("q_a")),
             _linear("q_b_proj", "q_a", "q"),
         )
+    absorb = _linear("w_uk_absorb", "q", "query")
     rope = launch(
         "rope_cache", *_buffers("num_tokens row_sequence row_position row_slot kv_a"), layer_weight("kv_a_layernorm"),
         *_buffers("q cos_table sin_table"), KV_CACHE, buffer("query"), capacity,
     )  # fmt: skip
+    values = _linear("w_uv_absorb", "latent", "attention")
+    if few and holds_heads(spec, mode):
+        absorb, values = replace(absorb, kernel=absorb.kernel + FEW), replace(values, kernel=values.kernel + FEW)
+    queries = *queries, rope, absorb
+    if few and caches_beside(spec, mode):
+        gains = layer_weight("q_a_layernorm"), layer_weight("kv_a_layernorm")
+        tables = _buffers("cos_table sin_table")
+        cache = launch(
+            CACHE_BESIDE,
+            *_buffers("num_tokens row_sequence row_position row_slot kv_a"),
+            *gains,
+            *tables,
+            buffer("q_a"),
+            KV_CACHE,
+            capacity,
+        )
+        *inputs, target = absorb.args
+        queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
     attend = launch(
         "mla_attention", *_buffers("num_tokens row_sequence row_position row_prefix row_path query"), KV_CACHE,
         *_buffers("split_values split_max split_sum"), capacity, splits,
@@ -303,8 +348,7 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[La
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
         out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
     return (
-        _norm(layer_weight("input_layernorm")), *queries, rope, _linear("w_uk_absorb", "q", "query"), attend, combine,
-        _linear("w_uv_absorb", "latent", "attention"), *out, _norm(layer_weight("post_attention_layernorm")),
+        _norm(layer_weight("input_layernorm")), *queries, attend, combine, values, *out, _norm(layer_weight("post_attention_layernorm")),
     )  # fmt: skip
 
 
@@ -315,20 +359,32 @@ def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     return gate_up, _linear("down_proj", "mlp", "mlp_part"), *summed("mlp", limits, shard)
 
 
-def _moe(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
+def _moe(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Launch, ...]:
+    """The shared experts' output is added to the target first, then the routed experts'."""
     target = "residual" if shard.whole else "mlp_part"
     joined = () if shard.whole else summed("mlp", limits, shard)
     bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
     lists = _buffers("num_active active_expert active_begin active_end assignments")
-    routed = (
-        launch("router_logits", *_buffers("num_tokens hidden"), layer_weight("router"), buffer("router_logits")),
-        launch("router_topk", *_buffers("num_tokens router_logits"), *bias, *_buffers("topk_experts topk_weights")),
+    logits = launch("router_logits", *_buffers("num_tokens hidden"), layer_weight("router"), buffer("router_logits"))
+    chosen = (buffer("router_logits"), *bias, *_buffers("topk_experts topk_weights"))
+    routed: tuple[Launch, ...] = (
+        logits,
+        launch("router_topk", buffer("num_tokens"), *chosen),
         launch("moe_sort", *_buffers("num_tokens topk_experts"), *lists),
+    )
+    if spec.shared_intermediate_size:
+        gate_up, down = _linear("shared_gate_up_proj", "hidden", "shared_mlp"), _linear("shared_down_proj", "shared_mlp", target)
+        if few and routes_beside(spec, mode):
+            first: tuple[Launch, ...] = (logits, gate_up)
+            if has_bf16_router(spec, mode):
+                first = (launch(ROUTER_BESIDE, *gate_up.args, *logits.args[2:]),)
+            routed = *first, launch(CHOICE_BESIDE, *down.args, *chosen, *lists)
+        else:
+            routed = *routed, gate_up, down
+    return (
+        *routed,
         launch("experts_gate_up", *lists, buffer("hidden"), layer_weight("experts_gate_up"), buffer("expert_mlp")),
         launch("experts_down", *lists, buffer("expert_mlp"), layer_weight("experts_down"), buffer("expert_output")),
         launch("moe_combine", *_buffers(f"num_tokens topk_weights expert_output {target}")),
+        *joined,
     )
-    if not spec.shared_intermediate_size:
-        return *routed, *joined
-    shared = _linear("shared_gate_up_proj", "hidden", "shared_mlp"), _linear("shared_down_proj", "shared_mlp", target)
-    return *routed, *shared, *joined

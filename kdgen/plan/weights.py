@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Part, Weight
-from kdgen.plan.kernels import Mode
+from kdgen.plan.kernels import Mode, has_bf16_router
 from kdgen.plan.shard import Shard, part_of
 from kdgen.spec import Spec
 
@@ -91,7 +91,8 @@ def weights(whole: Spec, mode: Mode, shard: Shard) -> tuple[Weight, ...]:
         swiglu("", "", spec.intermediate_size, dense)
     if spec.has_moe:
         experts, width = spec.n_routed_experts or 0, spec.moe_intermediate_size
-        add("router", "single", "row_major", "f32", (1, experts, hidden), f"{layer}mlp.gate.weight", layers=moe)
+        router_dtype: DType = "bf16" if has_bf16_router(spec, mode) else "f32"
+        add("router", "single", "row_major", router_dtype, (1, experts, hidden), f"{layer}mlp.gate.weight", layers=moe)
         if spec.has_router_bias:
             vector("router_bias", experts, f"{layer}mlp.gate.e_score_correction_bias", layers=moe)
         group = spec.quantization.group_size if spec.quantization else 0

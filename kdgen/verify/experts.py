@@ -31,8 +31,8 @@ GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 def check_router_topk(bench: Bench) -> None:
     """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
     p, most = bench.p, max(bench.tokens)
-    bias = (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
-    logits = np.stack([_router_row(bench, row, bias) for row in range(most)])
+    bias = _choice_bias(bench, p)
+    logits = np.stack([_router_row(bench, p, row, bias) for row in range(most)])
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -49,11 +49,15 @@ def check_router_topk(bench: Bench) -> None:
     check_rows(bench, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
 
 
-def _router_row(bench: Bench, row: int, bias: Array | None) -> Array:
+def _choice_bias(bench: Bench, p: Any) -> Array | None:
+    """The correction bias [E] of a choice with parameters ``p``, where it has one."""
+    return (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
+
+
+def _router_row(bench: Bench, p: Any, row: int, bias: Array | None) -> Array:
     """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate. The others take
     turns at the grids, or where those give near ties at the next coarser one.
     """
-    p = bench.p
     if row == 0:
         return np.zeros(p.experts, np.float32)
     for attempt in range(400):
@@ -104,6 +108,27 @@ def _random_topk(bench: Bench, count: int, experts: int, top_k: int) -> NDArray[
     return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
 
 
+class _Lists:
+    """Buffers for ``total`` assignments grouped by expert, and what should be in them."""
+
+    def __init__(self, bench: Bench, experts: int, total: int) -> None:
+        self.experts = experts
+        self.arrays = [bench.poisoned("i32", size) for size in (1, experts, experts, experts, total + 2)]
+
+    def check(self, bench: Bench, topk: Array) -> None:
+        """``topk``: [M, k], the experts that were grouped; where some are none, their own check says so."""
+        if topk.min() < 0 or topk.max() >= self.experts:
+            return
+        number, *lists, assignments = (bench.read(array) for array in self.arrays)
+        active, begins, ends, order = sorted_by_expert(topk, self.experts)
+        bench.findings.equal("num_active", number, np.array([len(active)]))
+        for name, got, expected in zip(("active_expert", "active_begin", "active_end"), lists, (active, begins, ends), strict=True):
+            bench.findings.equal(name, got[: len(active)], expected)
+            bench.findings.untouched(f"{name} beyond the active experts", got[len(active) :])
+        bench.findings.equal("assignments", assignments[: topk.size], order)
+        bench.findings.untouched("assignments beyond the last", assignments[topk.size :])
+
+
 @for_template(CHECKS, ["moe_sort.cu.j2"])
 def check_moe_sort(bench: Bench) -> None:
     p = bench.p
@@ -111,22 +136,52 @@ def check_moe_sort(bench: Bench) -> None:
         uniform = np.argsort(bench.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
         same = np.broadcast_to(np.arange(p.experts - p.top_k, p.experts, dtype=np.int32)[::-1], (count, p.top_k))
         for topk in (uniform, _random_topk(bench, count, p.experts, p.top_k), np.ascontiguousarray(same)):
-            total = count * p.top_k
-            names = ("active_expert", "active_begin", "active_end")
-            number = bench.poisoned("i32", 1)
-            lists = [bench.poisoned("i32", p.experts) for _ in names]
-            assignments = bench.poisoned("i32", total + 2)
-            bench.launch(bench.integer(count), bench.input(topk), number, *lists, assignments, tokens=count)
-            active, begins, ends, order = sorted_by_expert(topk, p.experts)
-            bench.findings.equal("num_active", bench.read(number), np.array([len(active)]))
-            for name, array, expected in zip(names, lists, (active, begins, ends), strict=True):
-                got = bench.read(array)
-                bench.findings.equal(name, got[: len(active)], expected)
-                bench.findings.untouched(f"{name} beyond the active experts", got[len(active) :])
-            got = bench.read(assignments)
-            bench.findings.equal("assignments", got[:total], order)
-            bench.findings.untouched("assignments beyond the last", got[total:])
+            lists = _Lists(bench, p.experts, count * p.top_k)
+            bench.launch(bench.integer(count), bench.input(topk), *lists.arrays, tokens=count)
+            lists.check(bench, topk)
             bench.release()
+
+
+@for_template(CHECKS, ["linear_and_choice.cu.j2"])
+def check_linear_and_choice(bench: Bench) -> None:
+    """A linear layer's y[m] = W x[m], added to what is there or not, the experts that logits choose, and these grouped."""
+    p, most = bench.p.linear, max(bench.tokens)
+    choice, wanted = bench.p.choice, bench.few(p.rows, SLICE_TILES * 16)
+    x = bench.random("bf16", most, p.cols)
+    w = bench.random("f32", 1, wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
+    packed = pack_mma_a(w)
+    residual = bench.random("f32", most, wanted) if p.accumulate else np.zeros((most, wanted), np.float32)
+    bias = _choice_bias(bench, choice)
+    logits = np.stack([_router_row(bench, choice, row, bias) for row in range(most)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        y = poison("f32", guard(count), p.y_stride)
+        if p.accumulate:
+            y[:count, :wanted] = residual[rows]
+        outputs = {
+            "y": bench.input(y),
+            "topk_experts": bench.poisoned("i32", guard(count), choice.top_k),
+            "topk_weights": bench.poisoned("f32", guard(count), choice.top_k),
+        }
+        lists = _Lists(bench, choice.experts, count * choice.top_k)
+        biases = [bench.input(bias)] if bias is not None else []
+        bench.launch(
+            bench.integer(count), bench.input(x[rows]), bench.input(packed), outputs["y"], bench.input(logits[rows]), *biases,
+            outputs["topk_experts"], outputs["topk_weights"], *lists.arrays, tokens=count, row_tiles=-(-wanted // 16),
+            grid={0: 3},  # two blocks for the linear layer, so that each takes one row tile after another
+        )  # fmt: skip
+        found = {name: split_guard(bench, name, bench.read(array), count) for name, array in outputs.items()}
+        lists.check(bench, found["topk_experts"])
+        bench.findings.untouched("y of other rows", found["y"][:, wanted:])
+        return found | {"y": found["y"][:, :wanted]}
+
+    experts, weights = ops.router(logits, bench.spec, bias)
+    off = tolerances.positive_sum(weights, choice.experts if choice.softmax else choice.top_k) + 2 * tolerances.formula(weights)
+    y = ops.linear(x, w[0])
+    error = tolerances.dot(tolerances.terms_norm(x, w[0]), p.cols) + 2 * tolerances.EPS32 * (np.abs(y) + np.abs(y + residual))
+    expected = {"y": (y + residual, error), "topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, off)}
+    check_rows(bench, run, expected)
 
 
 #: Templates that read weights in tensor-core fragments.

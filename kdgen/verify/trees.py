@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH
+from kdgen.plan.kernels import top_k_part_size, top_k_parts
 from kdgen.reference import ops
 from kdgen.reference import tree as reference
 from kdgen.verify import tolerances
@@ -121,33 +122,84 @@ def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
     check_rows(bench, run, {"value": (values, np.zeros(1)), "id": (np.append(first + best, 2**31 - 1), np.zeros(1))})
 
 
-@for_template(CHECKS, ["top_k.cu.j2"])
+@for_template(CHECKS, ["top_k_parts.cu.j2", "top_k.cu.j2"])
 def check_top_k(bench: Bench) -> None:
-    """Tokens exactly, ties included; log-probabilities over the whole vocabulary."""
+    """Tokens exactly, ties included; log-probabilities over the whole vocabulary, or a part's maximum and sum for them."""
     p, most = bench.p, min(MAX_PATH - 1, max(bench.tokens))
     logits = _coarse_logits(bench, most, p.vocab)
     finite = int(np.isfinite(logits).sum(axis=1).min())  # beyond these a row's candidates are impossible tokens, in any order
     for count in sorted({min(wanted, finite) for wanted in (1, 2, 10, MAX_CANDIDATES)}):
-        tokens, log_probs = ops.top_k_log_probs(logits, count)
         for rows, place in ((1, 1), (most, 0)):  # the other place drafts nothing
             shape = np.zeros((2, 4), np.int32)
             first = int(bench.rng.integers(0, 2 * MAX_PATH - rows + 1))  # a place's logits may begin at any row
             shape[place] = rows, count, 60, first
-            drafted = np.full((2 * MAX_PATH, p.vocab), np.nan, np.float32)
-            drafted[first : first + rows] = logits[:rows]
-            ids, probs = bench.poisoned("i32", 2, MAX_PATH, p.max_candidates), bench.poisoned("f32", 2, MAX_PATH, p.max_candidates)
-            bench.launch(bench.integer(2), bench.input(shape), bench.input(drafted), ids, probs, tokens=rows, sequences=2)
-            both_ids, both = bench.read(ids), bench.read(probs)
-            bench.findings.untouched("candidates of a place without draft", both_ids[1 - place])
-            got_ids = split_guard(bench, "candidate_tokens", both_ids[place], rows)
-            got = split_guard(bench, "candidate_log_probs", both[place], rows)
-            bench.findings.equal("candidate_tokens", got_ids[:, :count], tokens[:rows])
-            largest = np.abs(logits[:rows].max(axis=1, keepdims=True))
-            error = tolerances.formula(np.abs(log_probs[:rows]) + largest) + tolerances.positive_sum(np.ones(1), p.vocab)
-            bench.findings.close("candidate_log_probs", got[:, :count], log_probs[:rows], error)
-            bench.findings.untouched("candidates beyond the last", got[:, count:])
-            bench.findings.untouched("candidates beyond the last", got_ids[:, count:])
+            if bench.kernel.template == "top_k_parts.cu.j2":
+                drafted = np.full((2 * MAX_PATH, p.vocab), np.nan, np.float32)
+                drafted[first : first + rows] = logits[:rows]
+                _check_parts(bench, shape, place, drafted, logits[:rows], count)
+            else:
+                _check_joined(bench, shape, place, logits[:rows], count)
             bench.release()
+
+
+def _check_parts(bench: Bench, shape: Array, place: int, drafted: Array, logits: Array, count: int) -> None:
+    """Each part's candidates in order, and the maximum and the sum of exponentials that its log-sum-exp is made of."""
+    size, rows, parts = top_k_part_size(bench.p.vocab), len(logits), top_k_parts(bench.p.vocab)
+    found = bench.poisoned("i32", 2, MAX_PATH, parts, MAX_CANDIDATES, 2)
+    sums = bench.poisoned("f32", 2, MAX_PATH, parts, 2)
+    bench.launch(bench.integer(2), bench.input(shape), bench.input(drafted), found, sums, tokens=rows, sequences=2)
+    candidates, both = bench.read(found), bench.read(sums)
+    bench.findings.untouched("candidates of a place without draft", candidates[1 - place])
+    got = split_guard(bench, "part_candidates", candidates[place], rows)
+    got_sums = split_guard(bench, "part_sums", both[place], rows)
+    keys, tokens, expected = part_candidates(logits, count, size)
+    bench.findings.equal("part_candidates", got[:, :, :count, 0].view(np.uint32), keys)
+    bench.findings.equal("tokens of part_candidates", got[:, :, :count, 1], tokens)
+    bench.findings.untouched("candidates beyond the last", got[:, :, count:])
+    bench.findings.equal("maxima of parts", got_sums[..., 0], expected[..., 0])
+    bench.findings.close("sums of parts", got_sums[..., 1], expected[..., 1], tolerances.positive_sum(expected[..., 1], size))
+
+
+def _check_joined(bench: Bench, shape: Array, place: int, logits: Array, count: int) -> None:
+    rows, parts = len(logits), bench.p.parts
+    keys, part_tokens, part_sums = part_candidates(logits, count, top_k_part_size(bench.p.vocab))
+    candidates = poison("i32", 2, MAX_PATH, parts, MAX_CANDIDATES, 2)
+    candidates[place, :rows, :, :count] = np.stack([keys.view(np.int32), part_tokens], axis=-1)
+    sums = np.full((2, MAX_PATH, parts, 2), np.nan, np.float32)
+    sums[place, :rows] = part_sums
+    ids, probs = (bench.poisoned(dtype, 2, MAX_PATH, MAX_CANDIDATES) for dtype in ("i32", "f32"))
+    bench.launch(bench.integer(2), bench.input(shape), bench.input(candidates), bench.input(sums), ids, probs, tokens=rows, sequences=2)
+    both_ids, both = bench.read(ids), bench.read(probs)
+    bench.findings.untouched("candidates of a place without draft", both_ids[1 - place])
+    got_ids = split_guard(bench, "candidate_tokens", both_ids[place], rows)
+    got = split_guard(bench, "candidate_log_probs", both[place], rows)
+    tokens, log_probs = ops.top_k_log_probs(logits, count)
+    bench.findings.equal("candidate_tokens", got_ids[:, :count], tokens)
+    largest = np.abs(logits.max(axis=1, keepdims=True))
+    error = tolerances.formula(np.abs(log_probs) + largest) + tolerances.positive_sum(np.ones(1), bench.p.vocab)
+    bench.findings.close("candidate_log_probs", got[:, :count], log_probs, error)
+    bench.findings.untouched("candidates beyond the last", got[:, count:])
+    bench.findings.untouched("candidates beyond the last", got_ids[:, count:])
+
+
+def part_candidates(logits: Array, count: int, size: int) -> tuple[Array, Array, Array]:
+    """Of float32 logits [M, V] in parts of ``size``: keys (uint32) and tokens [M, parts, count], best first, those that are not there 0
+    and 2^31 - 1; and [M, parts, 2], each part's maximum and its sum of exponentials above that."""
+    bits = (logits + np.float32(0)).view(np.uint32)
+    keys = np.where(bits >> 31, ~bits, bits | np.uint32(0x80000000))
+    parts = range(-(-logits.shape[1] // size))
+    found_keys = np.zeros((len(logits), len(parts), count), np.uint32)
+    found_tokens = np.full(found_keys.shape, 2**31 - 1, np.int32)
+    sums = np.zeros((len(logits), len(parts), 2))
+    for part in parts:
+        mine = slice(part * size, (part + 1) * size)
+        order = np.argsort(~keys[:, mine], axis=1, kind="stable")[:, :count]
+        found_tokens[:, part, : order.shape[1]] = order + part * size
+        found_keys[:, part, : order.shape[1]] = np.take_along_axis(keys[:, mine], order, axis=1)
+        largest = logits[:, mine].max(axis=1, keepdims=True).astype(np.float64)
+        sums[:, part, 0] = largest[:, 0]
+        sums[:, part, 1] = np.exp(logits[:, mine] - np.where(np.isinf(largest), 0, largest)).sum(axis=1)
+    return found_keys, found_tokens, sums.astype(np.float32)
 
 
 # ---- trees --------------------------------------------------------------------------------------------------------------

@@ -39,13 +39,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "tiny-v2": {
         "model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy", "norm_topk_prob": False,
         "kv_lora_rank": 256, "hidden_size": 128, "num_attention_heads": 6, "v_head_dim": 16, "attention_bias": True, "n_shared_experts": 2,
-        "num_hidden_layers": 2, "intermediate_size": 96, "quantization": _INT4 | {"group_size": 64},
+        "num_hidden_layers": 2, "intermediate_size": 96, "router_dtype": "float32", "quantization": _INT4 | {"group_size": 64},
         "draft": _DRAFT | {"hidden_size": 128, "intermediate_size": 64}, **_GROUPS,
     },
     "tiny-wgmma": {
         "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
         "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 40,
-        "vocab_size": 128, "rope_scaling": _YARN,
+        "n_shared_experts": 0, "vocab_size": 128, "rope_scaling": _YARN,
     },
     "tiny-wgmma-8": {
         "num_attention_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,

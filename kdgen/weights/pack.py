@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.errors import WeightError
 from kdgen.plan.ir import DType, Part, Plan, Weight
 from kdgen.weights.ahead import in_order
 
@@ -24,7 +25,7 @@ Array = NDArray[np.generic]
 Tensors = Callable[[str], Array]  #: checkpoint key to array
 
 #: Raised whenever a layout's bytes change, so that files packed before are refused.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 #: Most bytes of a part that is no whole expert.
 PART_BYTES = 32 * 2**20
 #: Tensors up to this size are packed where they are asked for; more are worth threads.
@@ -173,6 +174,9 @@ def _int4_expert(weight: Weight, sources: list[str], tensors: Tensors) -> Array:
 
 def _whole(weight: Weight, matrix: Array) -> Array:
     values = matrix.astype(numpy_dtype(weight.dtype), copy=False)
+    rounded = (weight.layout, weight.dtype) == ("row_major", "bf16") and matrix.dtype == np.float32
+    if rounded and not np.array_equal(values.astype(np.float32), matrix):
+        raise WeightError(f"{weight.sources[0]}: holds float32 values that bfloat16 lacks; router_dtype: float32 in the spec keeps them")
     if weight.layout == "mma_a":
         return pack_mma_a(values)
     if weight.layout == "k_major":

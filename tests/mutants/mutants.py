@@ -239,6 +239,14 @@ TEMPLATES = [
         ("one token row too many", "t < count; t += SLICES", "t <= count; t += SLICES"),
     ),
     *_in(
+        "linear_and_choice",
+        ("a warp chooses for one row alone", "row += linear::WARPS", "row += rows"),
+        ("warps share their scores", "mine->scores[warp]", "mine->scores[0]", "checker"),
+        ("no barrier before the lists", "  __syncthreads();\n  lists::", "  lists::"),
+        ("every tile of tokens chooses for all", "  if (blockIdx.y > 0) return;\n", "", "checker"),
+        ("the last block's row tiles are left out", "gridDim.x - 1)", "gridDim.x)"),
+    ),
+    *_in(
         "linear_mma",
         (
             "reads the row count before the kernel that writes it has ended",
@@ -462,6 +470,10 @@ TEMPLATES = [
     ),
     *_in(
         "moe_sort",
+        ("a token's last expert is not grouped", "*num_tokens * TOP_K,", "*num_tokens * (TOP_K - 1),"),
+    ),
+    *_in(
+        "templates/lib/moe_sort.cuh.j2",
         ("the last warp's experts are not counted", "    all += warp_total[w];\n", "    if (w < WARPS - 1) all += warp_total[w];\n"),
         ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", ""),
         ("no barrier before the warps are joined", "= sum;\n  __syncthreads();\n", "= sum;\n"),
@@ -502,23 +514,51 @@ TEMPLATES = [
     ),
     *_in(
         "rmsnorm",
+        ("one token row too many", "token_row >= *num_tokens", "token_row > *num_tokens"),
+    ),
+    *_in(
+        "templates/lib/rmsnorm.cuh.j2",
         ("eps outside the root", "1.0f / sqrtf(square_sum / WIDTH + EPS)", "1.0f / (sqrtf(square_sum / WIDTH) + EPS)"),
         ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
         ("mean over the stride", "square_sum / WIDTH + EPS", "square_sum / X_STRIDE + EPS"),
         ("the first warp is left out", "int w = 0; w < WARPS", "int w = WARPS > 1; w < WARPS"),
-        ("a vector's first gain for all of it", "gain[r].values[v]", "gain[r].values[0]"),
+        ("a vector's first gain for all of it", "* gain[r].values[v]", "* gain[r].values[0]"),
     ),
     *_in(
         "rope_cache",
-        ("pairings exchanged", "{% if p.interleave %}", "{% if not p.interleave %}"),
         ("rotated by slot instead of position", "cos_table + (size_t)row_position[token_row]", "cos_table + (size_t)row_slot[token_row]"),
         ("nodes of one depth share a slot", "context_capacity + row_slot[token_row]", "context_capacity + row_position[token_row]"),
-        (
-            "queries turned the other way",
-            "a * cos_row[i] - b * sin_row[i]);\n    out[second",
-            "a * cos_row[i] + b * sin_row[i]);\n    out[second",
-        ),
+    ),
+    *_in(
+        "templates/lib/rotary.cuh.j2",
+        ("pairings exchanged", "{% if p.interleave %}", "{% if not p.interleave %}"),
+        ("turned the other way", "a * cos_row[i] - b * sin_row[i]", "a * cos_row[i] + b * sin_row[i]"),
+    ),
+    *_in(
+        "templates/lib/cache_row.cuh.j2",
         ("eps left out", "sqrtf(square_sum / KV_LORA + EPS)", "sqrtf(square_sum / KV_LORA)"),
+        ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
+        ("the latent's own key part is not turned", "rotate(latent + KV_LORA,", "rotate(latent,"),
+    ),
+    *_in(
+        "norm_and_cache",
+        ("nodes of one depth share a slot", "context_capacity + row_slot[token_row]", "context_capacity + row_position[token_row]"),
+        ("the query's columns for the latent", " + cache::KV_A_OFFSET;", ";"),
+        ("rows as far apart as they are wide", "token_row * norm::X_STRIDE", "token_row * norm::WIDTH"),
+    ),
+    *_in(
+        "linear_heads",
+        ("every head takes the first one's weights", "((size_t)head * ROW_TILES + tile)", "((size_t)0 * ROW_TILES + tile)"),
+        (
+            "splits joined in another order for several tokens",
+            "total += partial[n / 16][s]",
+            "total += partial[n / 16][count > 1 ? SPLITS - 1 - s : s]",
+        ),
+        ("no barrier before the splits are joined", "    __syncthreads();\n    // element", "    // element"),
+        ("no barrier before the next tokens", "    __syncthreads();  // the next tokens' sums come to where these are\n", ""),
+        ("queries turned by the first row's position", "row_position[first_token + m]", "row_position[first_token]"),
+        ("the first eight tokens' outputs again", "(size_t)(first + t) * Y_STRIDE", "(size_t)t * Y_STRIDE"),
+        ("rows behind the last", "      if (row >= ROWS) continue;\n", ""),
     ),
     *_in(
         "router_logits",
@@ -532,7 +572,37 @@ TEMPLATES = [
         ("experts beyond the last", "if (first_expert + e < EXPERTS) logits", "logits"),
     ),
     *_in(
+        "router_logits_mma",
+        ("experts beyond the last", "min(first_expert + GROUP, EXPERTS)", "first_expert + GROUP"),
+        ("tokens of the first tile", "logits + (size_t)first_token * EXPERTS", "logits"),
+    ),
+    *_in(
+        "templates/lib/router_logits.cuh.j2",
+        (
+            "warps joined in another order for several tokens",
+            "total += partial.sums[m / 8][w]",
+            "total += partial.sums[m / 8][count > 1 ? WARPS - 1 - w : w]",
+        ),
+        ("no barrier before the warps are joined", "  }\n  __syncthreads();\n  for (int o", "  }\n  for (int o"),
+        ("tokens that are not there end a row", "(m < count ? m : 0) * HIDDEN", "m * HIDDEN"),
+        ("a group's first expert for all", "expert = min(first_expert + lane / 4, last_expert - 1)", "expert = first_expert"),
+    ),
+    *_in(
+        "linear_and_router",
+        (
+            "groups of experts go on with the first one's weights",
+            "    if (expert > first_expert) router::load_experts(held, router_weight, expert, last_expert, 0);\n",
+            "",
+        ),
+        ("a share rounded down", "(router::EXPERTS + gridDim.x - 1) / gridDim.x", "max(router::EXPERTS / (int)gridDim.x, 1)"),
+        ("tokens of the first tile", "router_logits + (size_t)first_token * router::EXPERTS", "router_logits"),
+    ),
+    *_in(
         "router_topk",
+        ("one token row too many", "token_row >= *num_tokens", "token_row > *num_tokens"),
+    ),
+    *_in(
+        "templates/lib/router_topk.cuh.j2",
         ("ties to the higher expert of a lane", "if (left[i] > best) best", "if (left[i] >= best) best"),
         (
             "ties to the higher lane",
@@ -541,15 +611,15 @@ TEMPLATES = [
         ),
         ("negative scores in the wrong order", "? ~bits :", "? bits & 0x7fffffffu :"),
         ("experts beyond the last take part", "i * 32 + lane < EXPERTS ? ordered", "i * 32 + lane < EXPERTS + 31 ? ordered"),
-        ("weights from biased scores", "chosen_score[place] = score[expert];", "chosen_score[place] = choice[expert];"),
+        ("weights from biased scores", "scores.chosen[place] = scores.score[expert];", "scores.chosen[place] = choice[expert];"),
         ("a group's best counted twice", "best + second", "best + best"),
         ("one group too many", "place >= TOPK_GROUP", "place > TOPK_GROUP"),
         ("ties to the higher group", "(group_score[o] == group_score[g] && o < g)", "(group_score[o] == group_score[g] && o > g)"),
         ("no scaling factor after normalising", "/ (sum + 1e-20f) * ROUTED_SCALING", "/ (sum + 1e-20f)"),
         (
             "no barrier before the weights",
-            "  __syncthreads();\n  for (int i = threadIdx.x; i < TOP_K",
-            "  for (int i = threadIdx.x; i < TOP_K",
+            "  __syncwarp();\n  for (int i = lane; i < TOP_K",
+            "  for (int i = lane; i < TOP_K",
         ),
         (
             "softmax over all but the last expert",
@@ -575,13 +645,36 @@ TEMPLATES = [
     ),
     *_in(
         "top_k",
-        ("ties to the higher id", "a.index < b.index", "a.index > b.index"),
-        ("log-probabilities not normalised", "(best.value - largest) - log_sum", "(best.value - largest)"),
+        ("log-probabilities not normalised", "- largest) - log_sum", "- largest)"),
+        ("parts' sums at their own maxima", "expf(sum.x - largest)", "expf(0.0f)"),
+        ("no barrier before the lists are merged", "  __syncthreads();\n  if (threadIdx.x >= 32)", "  if (threadIdx.x >= 32)"),
+    ),
+    *_in(
+        "top_k_parts",
+        ("logits of the place's first row", "draft_shape[place * 4 + 3] + blockIdx.x", "draft_shape[place * 4 + 3]"),
+        ("tokens behind the last take part", "key[i] = token < VOCAB ? ordered(value[i]) : 0;", "key[i] = ordered(value[i]);"),
+        ("a token is taken again", "== best.token) key[i] = 0;", "== best.token && i > 0) key[i] = 0;"),
+        ("no barrier before the sums come to where the maxima are", "  __syncthreads();  // the maxima have been read\n", "", "checker"),
         (
-            "no barrier before the warps are joined",
-            "    __syncthreads();\n    for (int w = 0; w < WARPS; ++w) {\n",
-            "    for (int w = 0; w < WARPS; ++w) {\n",
+            "no barrier before the warps' lists are merged",
+            "  __syncthreads();\n  if (warp > 0) return;",
+            "  if (warp > 0) return;",
         ),
+    ),
+    *_in(
+        "templates/lib/best_first.cuh.j2",
+        (
+            "ties to the higher id",
+            "(int)warp_min(key == highest ? (u32)token : (u32)NOBODY)",
+            "(int)warp_max(key == highest ? (u32)token : 0u)",
+        ),
+        (
+            "a list's second is left out",
+            "lists[(j * 32 + lane) * stride + at[j]]",
+            "lists[(j * 32 + lane) * stride + min(at[j] + 1, length - 1)]",
+        ),
+        ("-0 below 0", "__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
+        ("negative logits in the wrong order", "? ~bits :", "? bits & 0x7fffffffu :"),
     ),
     *_in(
         "tree_accept",
@@ -647,8 +740,8 @@ PLAN = [
         "kdgen/plan/programs.py",
         (
             "shared experts left out",
-            "if not spec.shared_intermediate_size:\n        return *routed",
-            "if True:\n        return *routed",
+            "            routed = *routed, gate_up, down\n",
+            "            pass\n",
             "together",
         ),
         (
@@ -658,9 +751,15 @@ PLAN = [
             "together",
         ),
         (
-            "rotated after attention",
-            'queries, rope, _linear("w_uk_absorb", "q", "query"), attend',
-            'queries, _linear("w_uk_absorb", "q", "query"), attend, rope',
+            "rotated before they are made",
+            "queries = *queries, rope, absorb",
+            "queries = queries[0], rope, *queries[1:], absorb",
+            "together",
+        ),
+        (
+            "the low-rank query is used before its norm",
+            "queries = queries[0], cache, queries[2], launch(",
+            "queries = queries[0], queries[2], cache, launch(",
             "together",
         ),
         (

@@ -24,7 +24,7 @@ SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 SUBJECTS = [*SPECS, "tiny@2", "tiny-dflash@2", "k26@2", "tiny@2 peer", "k26@8 peer"]
 EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SUBJECTS for compute in ("f32", "bf16")])
 #: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
-POINTERS = {"f32": {"float"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int"}, "u8": {"unsigned char"}}
+POINTERS = {"f32": {"float", "float2"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int", "int2"}, "u8": {"unsigned char"}}
 
 
 def build(subject: str, compute: Compute) -> Plan:
@@ -204,7 +204,7 @@ def test_features_are_captured_behind_their_layers() -> None:
         order = [(launch.kernel, layer) for launch, layer in plan.program(name).launches()]
         for place, layer in enumerate((0, 2)):
             at = [i for i, (kernel, _) in enumerate(order) if kernel == "draft_capture"][place]
-            written = [i for i, (kernel, of) in enumerate(order) if kernel in ("down_proj", "shared_down_proj") and of == layer]
+            written = [i for i, (kernel, of) in enumerate(order) if kernel in ("down_proj", "moe_combine") and of == layer]
             following = [i for i, (kernel, of) in enumerate(order) if kernel == "q_b_proj" and of == layer + 1]
             assert max(written) < at < min(following)
 

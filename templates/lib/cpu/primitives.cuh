@@ -167,6 +167,9 @@ template <int N>
 static inline void cp_async_wait() { emu_copy_wait(N); }
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
+static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline uint2 load_ahead_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
+static inline u32 load_ahead_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
 
 // ---- one kernel after another ---------------------------------------------
 // here every launch ends before the next begins

@@ -238,6 +238,23 @@ __device__ __forceinline__ uint2 load_stream_8(const void* p) {
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
+// The same for weights that are to be on their way before wait_for_previous_kernel. Volatile, and not through the non-coherent path: any
+// other load the compiler moves behind that wait.
+__device__ __forceinline__ uint4 load_ahead_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint2 load_ahead_8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ u32 load_ahead_4(const void* p) {
+  u32 v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
 
 // ---- one kernel after another ---------------------------------------------
 // Programmatic dependent launch: a kernel may start while the one before it still runs, so each waits before it reads or
