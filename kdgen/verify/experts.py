@@ -51,7 +51,11 @@ def check_router_topk(bench: Bench) -> None:
 
 def _choice_bias(bench: Bench, p: Any) -> Array | None:
     """The correction bias [E] of a choice with parameters ``p``, where it has one."""
-    return (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32) if p.has_bias else None
+    if not p.has_bias:
+        return None
+    bias = (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32)
+    bias[1::32] = 0.25  # the best are equal where logits are, and all of one lane
+    return np.asarray(bias)
 
 
 def _router_row(bench: Bench, p: Any, row: int, bias: Array | None) -> Array:

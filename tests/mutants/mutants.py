@@ -583,7 +583,7 @@ TEMPLATES = [
             "total += partial.sums[m / 8][w]",
             "total += partial.sums[m / 8][count > 1 ? WARPS - 1 - w : w]",
         ),
-        ("no barrier before the warps are joined", "  }\n  __syncthreads();\n  for (int o", "  }\n  for (int o"),
+        ("no barrier before the sums are joined", "  }\n  __syncthreads();\n  for (int o", "  }\n  for (int o"),
         ("tokens that are not there end a row", "(m < count ? m : 0) * HIDDEN", "m * HIDDEN"),
         ("a group's first expert for all", "expert = min(first_expert + lane / 4, last_expert - 1)", "expert = first_expert"),
     ),
@@ -654,7 +654,7 @@ TEMPLATES = [
         ("logits of the place's first row", "draft_shape[place * 4 + 3] + blockIdx.x", "draft_shape[place * 4 + 3]"),
         ("tokens behind the last take part", "key[i] = token < VOCAB ? ordered(value[i]) : 0;", "key[i] = ordered(value[i]);"),
         ("a token is taken again", "== best.token) key[i] = 0;", "== best.token && i > 0) key[i] = 0;"),
-        ("no barrier before the sums come to where the maxima are", "  __syncthreads();  // the maxima have been read\n", "", "checker"),
+        ("no barrier before the sums come to where the maxima are", "  __syncthreads();  // the maxima have been read\n", ""),
         (
             "no barrier before the warps' lists are merged",
             "  __syncthreads();\n  if (warp > 0) return;",
