@@ -16,6 +16,7 @@ constexpr int MAX_TILES = 2;           // of 8 assignments, computed from one re
 constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 assignments
 constexpr int BLOCKS_PER_SM = 1;       // the registers that this leaves are enough not to spill
 using Inputs = uint2;                  // a lane's part of 16 inputs: a B fragment
+constexpr bool HAS_OFFSETS = false;
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
@@ -121,7 +122,8 @@ template <int TILES>
 struct Columns {
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
-  int x_at[TILES];  // this lane's inputs, or below 0 where there is no assignment
+  int x_at[TILES];   // this lane's inputs, or below 0 where there is no assignment
+  u32 minus_136[4];  // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
   } inputs[HELD_STEPS];  // all, or one step's: the next one's are on their way while those are used
@@ -147,6 +149,7 @@ struct Columns {
         to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
     }
   }
+  template <bool FIRST>  // these assignments' first tile
   __device__ __forceinline__ void add_up(float (&sum)[TILES][4], Stream& weights, const Lists& lists,
                                          const bf16* x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
@@ -184,7 +187,10 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   for (int row_tile = first_tile, buffer = 0; row_tile < end_tile;
        row_tile += GROUPS, buffer = (buffer + 1) % BUFFERS) {
     float sum[TILES][4];
-    columns.add_up(sum, weights, lists, x);
+    if (HAS_OFFSETS && columns.HELD_STEPS < WARP_STEPS && row_tile == first_tile)
+      columns.template add_up<true>(sum, weights, lists, x);
+    else
+      columns.template add_up<false>(sum, weights, lists, x);
     float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];

@@ -16,6 +16,7 @@ constexpr int MAX_TILES = 2;           // of 8 assignments, computed from one re
 constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 assignments
 constexpr int BLOCKS_PER_SM = 1;       // the registers that this leaves are enough not to spill
 using Inputs = uint4;                  // a lane's part of a group of 32 inputs: two B fragments
+constexpr bool HAS_OFFSETS = true;
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
@@ -33,10 +34,7 @@ __device__ __forceinline__ void make_offset(float (&offset)[4], const u32 (&minu
   mma_m16n8k16_bf16(offset, minus_136, b1);
 }
 // It goes to two floats for each lane % 4.
-__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const u32 (&minus_136)[4],
-                                            const Inputs& inputs) {
-  float offset[4];
-  make_offset(offset, minus_136, inputs);
+__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const float (&offset)[4]) {
   if (threadIdx.x % 32 < 4) kept[threadIdx.x % 32] = make_float2(offset[0], offset[1]);
 }
 __device__ __forceinline__ void read_offset(float (&offset)[4], const float2 (&kept)[4]) {
@@ -165,7 +163,7 @@ struct Columns {
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
   int x_at[TILES];   // this lane's inputs, or below 0 where there is no assignment
-  u32 minus_136[4];  // a fragment
+  u32 minus_136[4];  // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
   } inputs[HELD_STEPS];  // all, or one step's: the next one's are on their way while those are used
@@ -181,13 +179,13 @@ struct Columns {
 #pragma unroll
     for (int s = 0; s < HELD_STEPS; ++s) load_inputs(x, s, inputs[s]);
     uniform_fragment(minus_136, MINUS_136);
-    if (TILES > 1) return;  // else what is taken off is made once for all tiles
-#pragma unroll(HELD_STEPS)
-    for (int s = 0; s < WARP_STEPS; ++s) {
+    if (HELD_STEPS < WARP_STEPS)
+      return;  // the first tile, or where there are more tokens each one, makes its offsets itself
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part)
-        keep_offset(shared->offset[warp][s][part], minus_136, inputs[s % HELD_STEPS].of[part][0]);
-      if (HELD_STEPS < WARP_STEPS) load_inputs(x, s + 1 == WARP_STEPS ? 0 : s + 1, inputs[0]);
+    for (int i = 0; i < HELD_STEPS * PARTS; ++i) {
+      float offset[4];
+      make_offset(offset, minus_136, inputs[i / PARTS].of[i % PARTS][0]);
+      keep_offset(shared->offset[warp][i / PARTS][i % PARTS], offset);
     }
     __syncwarp();  // lanes 0 .. 3 have written the offsets
   }
@@ -201,6 +199,7 @@ struct Columns {
         to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
     }
   }
+  template <bool FIRST>  // these assignments' first tile
   __device__ __forceinline__ void add_up(float (&sum)[TILES][4], Stream& weights, const Lists& lists,
                                          const bf16* x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
@@ -223,8 +222,11 @@ struct Columns {
 #pragma unroll
           for (int t = 0; t < TILES; ++t) {
             float group_sum[4];
-            if (TILES > 1) make_offset(group_sum, minus_136, now.of[part][t]);
-            if (TILES == 1) read_offset(group_sum, shared->offset[warp][step][part]);
+            if (FIRST || TILES > 1)
+              make_offset(group_sum, minus_136, now.of[part][t]);
+            else
+              read_offset(group_sum, shared->offset[warp][step][part]);
+            if (FIRST && TILES == 1) keep_offset(shared->offset[warp][step][part], group_sum);
             group.add(sum[t], group_sum, now.of[part][t]);
           }
         }
@@ -244,7 +246,10 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   for (int row_tile = first_tile, buffer = 0; row_tile < end_tile;
        row_tile += GROUPS, buffer = (buffer + 1) % BUFFERS) {
     float sum[TILES][4];
-    columns.add_up(sum, weights, lists, x);
+    if (HAS_OFFSETS && columns.HELD_STEPS < WARP_STEPS && row_tile == first_tile)
+      columns.template add_up<true>(sum, weights, lists, x);
+    else
+      columns.template add_up<false>(sum, weights, lists, x);
     float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];

@@ -14,6 +14,7 @@ constexpr int RANGES = 4;  // of inputs, with a sum each: the warps of experts_g
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint4;       // a lane's part of a group of 32 inputs: two B fragments
+constexpr bool HAS_OFFSETS = true;
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
@@ -31,10 +32,7 @@ __device__ __forceinline__ void make_offset(float (&offset)[4], const u32 (&minu
   mma_m16n8k16_bf16(offset, minus_136, b1);
 }
 // It goes to two floats for each lane % 4.
-__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const u32 (&minus_136)[4],
-                                            const Inputs& inputs) {
-  float offset[4];
-  make_offset(offset, minus_136, inputs);
+__device__ __forceinline__ void keep_offset(float2 (&kept)[4], const float (&offset)[4]) {
   if (threadIdx.x % 32 < 4) kept[threadIdx.x % 32] = make_float2(offset[0], offset[1]);
 }
 __device__ __forceinline__ void read_offset(float (&offset)[4], const float2 (&kept)[4]) {
