@@ -550,9 +550,9 @@ TEMPLATES = [
         "linear_heads",
         ("every head takes the first one's weights", "((size_t)head * ROW_TILES + tile)", "((size_t)0 * ROW_TILES + tile)"),
         (
-            "splits joined in another order for several tokens",
-            "total += partial[n / 16][s]",
-            "total += partial[n / 16][count > 1 ? SPLITS - 1 - s : s]",
+            "the last split is left out",
+            "for (int s = 0; s < SPLITS; ++s) total",
+            "for (int s = 0; s < SPLITS - 1; ++s) total",
         ),
         ("no barrier before the splits are joined", "    __syncthreads();\n    // element", "    // element"),
         ("no barrier before the next tokens", "    __syncthreads();  // the next tokens' sums come to where these are\n", ""),
