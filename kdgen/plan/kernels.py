@@ -191,6 +191,11 @@ def sums_biases(whole: Spec, ranks: int) -> bool:
     return whole.attention_bias or bool(whole.draft and whole.draft.attention_bias and shares_draft(whole, ranks))
 
 
+def sums_experts(spec: Spec, ranks: int, exchange: Exchange) -> bool:
+    """Whether the sum over ranks joins a rank's routed experts too, with what its shared experts have left there: a launch less."""
+    return ranks > 1 and exchange == "peer" and spec.has_moe and spec.shared_intermediate_size > 0
+
+
 def column_blocks(width: int) -> int:
     """Blocks of an elementwise pass over a row of ``width``."""
     return -(-width // block_for(width))
@@ -316,7 +321,9 @@ class Catalogue:
             if routes_beside(spec, self.mode):
                 found += [self._gate_up_and_router()] if has_bf16_router(spec, self.mode) else []
                 found.append(self._down_and_choice())
-            found += [*self._experts(), self._moe_combine()]
+            found += self._experts()
+            if not sums_experts(spec, self.ranks, self.exchange):
+                found.append(self._moe_combine())
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
         found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
         if self.ranks > 1:
@@ -678,6 +685,8 @@ class Catalogue:
         found = [self._rank_sum("rank_sum", bias=False)]
         if sums_biases(self.whole, self.ranks):
             found.append(self._rank_sum("rank_sum_bias", bias=True))
+        if sums_experts(self.spec, self.ranks, self.exchange):
+            found.append(self._rank_sum("rank_sum_experts", bias=False, top_k=self.spec.num_experts_per_tok))
         if self.exchange == "peer":
             found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]
         return [*found, self._rank_choice(), self._rank_logits()]
@@ -689,13 +698,14 @@ class Catalogue:
         cost = Cost(0, width * (4 + 12 * self.ranks))
         return Kernel(name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory")
 
-    def _rank_sum(self, name: str, bias: bool) -> Kernel:
+    def _rank_sum(self, name: str, bias: bool, top_k: int = 0) -> Kernel:
         width, block = self.spec.hidden_size, block_for(self.spec.hidden_size)
-        cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2), width * self.ranks)
+        cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2 + top_k), width * (self.ranks + 2 * top_k))
         grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
         summary = "the ranks' partial results added to the residual"
         if self.exchange == "peer":
-            peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, block)
+            peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, top_k, block)
+            summary += ", its routed experts joined first" if top_k else ""
             return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
         return Kernel(name, "rank_sum.cu.j2", params.RankSum(name, width, self.ranks, bias, block), block, grid, 0, cost, summary)
 

@@ -437,6 +437,7 @@ class PeerSum:
     ranks: int
     direct_rows: int
     bias: bool
+    top_k: int
     block: int
 
 

@@ -493,6 +493,8 @@ TEMPLATES = [
     *_in(
         "peer_sum",
         ("the round is not kept", "*my_rounds = (int)round;", "(void)my_rounds;"),
+        ("shared experts are left out", "part[at] + routed;", "routed;"),
+        ("experts of another row", "assignment = token_row * TOP_K + k;", "assignment = k;"),
         ("sums are not sent on", "if (!direct) send_to_others(sum);", "if (direct) send_to_others(0.0f);"),
         ("parts go to the turn before", "reinterpret_cast<u64*>(inboxes[rank]) + turn", "reinterpret_cast<u64*>(inboxes[rank])"),
     ),
