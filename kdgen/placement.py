@@ -16,7 +16,7 @@ from kdgen.spec import Spec
 
 ROWS = (1, 8, 64, 512)
 DRAWN_ROWS, FEWEST_DRAWS = 1600, 16  #: tokens drawn for a number of rows, each token's experts uniform among all
-_KERNELS = ("experts_gate_up", "experts_down")
+_KERNELS = ("experts_gate_up", "experts_down", "moe_combine")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def placements(spec: Spec, compute: Compute, shared: Plan, seed: int = 0) -> tup
         return ()
     whole = build_plan(spec, compute)
     rng = np.random.default_rng(seed)
-    part, all_of_it = _bytes(spec, shared), _bytes(spec, whole)
-    return tuple(_placement(spec.num_experts_per_tok, experts, ranks, rows, part, all_of_it, rng) for rows in ROWS)
+    return tuple(_placement(spec.num_experts_per_tok, experts, ranks, rows, _bytes(shared), _bytes(whole), rng) for rows in ROWS)
 
 
-def _bytes(spec: Spec, plan: Plan) -> tuple[float, float]:
-    """Of an expert's weights, and of a token's activations at one expert, the reading of its output included."""
-    costs, chosen = [plan.kernel(name).cost for name in _KERNELS], spec.num_experts_per_tok
-    return sum(cost.bytes_fixed for cost in costs) / chosen, sum(cost.bytes_per_token for cost in costs) / chosen + 4 * spec.hidden_size
+def _bytes(plan: Plan) -> tuple[float, float]:
+    """Of an expert's weights, and of a token's activations at one expert."""
+    costs = [plan.kernel(name).cost for name in _KERNELS]
+    chosen = plan.kernel("moe_combine").params.top_k  # type: ignore[attr-defined]
+    return sum(cost.bytes_fixed for cost in costs) / chosen, sum(cost.bytes_per_token for cost in costs) / chosen
 
 
 def _placement(

@@ -18,6 +18,7 @@ constexpr int BLOCKS_PER_SM = 2;        // the registers that this leaves are en
 using Inputs = uint4;                   // a lane's part of a group of 32 inputs: two B fragments
 constexpr bool HAS_OFFSETS = true;
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
+constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
 constexpr int STEP_BYTES = 576, SCALES_AT = 512;
@@ -74,8 +75,8 @@ struct Group {
   }
 };
 
-constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
-constexpr int SLOTS = 3;        // stages of a warp's ring: 6912 bytes a warp
+constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
+constexpr int SLOTS = 6;        // stages of a warp's ring: 6912 bytes a warp
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
@@ -193,7 +194,7 @@ struct Columns {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (k >= COLS) break;
+      if (ODD_COLS && k >= COLS) break;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
@@ -217,7 +218,7 @@ struct Columns {
           load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-          if (((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
+          if (ODD_COLS && ((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
           const Group group(step_weights, part);
 #pragma unroll
           for (int t = 0; t < TILES; ++t) {
@@ -254,8 +255,9 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
     barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);  // the next sums may come to where these are
-    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile) barrier_of_warps(1 + group, GROUP);
+    store_tile<TILES>(partial, assignments, count, row_tile, y);
+    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile)
+      barrier_of_warps(1 + group, GROUP);  // the next sums come to where these are
   }
 }
 

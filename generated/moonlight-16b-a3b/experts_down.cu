@@ -10,14 +10,15 @@ constexpr int ROWS = 2048, COLS = 1408;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where assignments
 constexpr int WARPS = 4;   // split the inputs; depends on the shape alone, so a row's bits do too
-constexpr int GROUPS = 4;  // of a block, which share inputs in L1
+constexpr int GROUPS = 2;  // of a block, which share inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
 constexpr int MAX_TILES = 2;           // of 8 assignments, computed from one reading of the weights
 constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 assignments
-constexpr int BLOCKS_PER_SM = 1;       // the registers that this leaves are enough not to spill
+constexpr int BLOCKS_PER_SM = 2;       // the registers that this leaves are enough not to spill
 using Inputs = uint2;                  // a lane's part of 16 inputs: a B fragment
 constexpr bool HAS_OFFSETS = false;
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
+constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
@@ -36,7 +37,7 @@ struct Weights {  // of a lane, for a step
 };
 
 constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
-constexpr int SLOTS = 3;        // stages of a warp's ring: 3072 bytes a warp
+constexpr int SLOTS = 6;        // stages of a warp's ring: 6144 bytes a warp
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
@@ -143,7 +144,7 @@ struct Columns {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (k >= COLS) break;
+      if (ODD_COLS && k >= COLS) break;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
@@ -167,7 +168,7 @@ struct Columns {
           load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-          if (((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
+          if (ODD_COLS && ((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
 #pragma unroll
           for (int t = 0; t < TILES; ++t) step_weights.add(sum[t], now.of[part][t]);
         }
@@ -195,8 +196,9 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
     barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);  // the next sums may come to where these are
-    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile) barrier_of_warps(1 + group, GROUP);
+    store_tile<TILES>(partial, assignments, count, row_tile, y);
+    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile)
+      barrier_of_warps(1 + group, GROUP);  // the next sums come to where these are
   }
 }
 

@@ -18,6 +18,7 @@ constexpr int BLOCKS_PER_SM = 1;       // the registers that this leaves are eno
 using Inputs = uint2;                  // a lane's part of 16 inputs: a B fragment
 constexpr bool HAS_OFFSETS = false;
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
+constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
@@ -144,7 +145,7 @@ struct Columns {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (k >= COLS) break;
+      if (ODD_COLS && k >= COLS) break;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
@@ -168,7 +169,7 @@ struct Columns {
           load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-          if (((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
+          if (ODD_COLS && ((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
 #pragma unroll
           for (int t = 0; t < TILES; ++t) step_weights.add(sum[t], now.of[part][t]);
         }
@@ -196,8 +197,9 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
     barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);  // the next sums may come to where these are
-    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile) barrier_of_warps(1 + group, GROUP);
+    store_tile<TILES>(partial, assignments, count, row_tile, y);
+    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile)
+      barrier_of_warps(1 + group, GROUP);  // the next sums come to where these are
   }
 }
 

@@ -191,11 +191,6 @@ def sums_biases(whole: Spec, ranks: int) -> bool:
     return whole.attention_bias or bool(whole.draft and whole.draft.attention_bias and shares_draft(whole, ranks))
 
 
-def sums_experts(spec: Spec, ranks: int, exchange: Exchange) -> bool:
-    """Whether the sum over ranks joins a rank's routed experts too, with what its shared experts have left there: a launch less."""
-    return ranks > 1 and exchange == "peer" and spec.has_moe and spec.shared_intermediate_size > 0
-
-
 def column_blocks(width: int) -> int:
     """Blocks of an elementwise pass over a row of ``width``."""
     return -(-width // block_for(width))
@@ -230,7 +225,7 @@ class Ring:
 
 def _dense_ring(steps: int) -> Ring:
     """4 KiB a warp: with 16 warps an SM, three quarters of that on their way are more than the latency of memory times its bandwidth.
-    The ring goes on from one row tile to the next, so short rows do not shorten it.
+    The ring goes on from one row tile to the next, so short rows do not shorten it. (On sm_90a 8 KiB would save 1 % of a decode step.)
     """
     stage_steps = next(n for n in (2, 1) if steps % n == 0)
     return Ring(stage_steps, 8 // stage_steps, 4096)
@@ -247,8 +242,10 @@ def _expert_split(steps: int, step_bytes: int, registers: int, most: int) -> tup
     ways = [w for w in (8, 4, 2, 1) if w <= most and steps % w == 0 and (steps // w >= 4 or w == 1)]
     held = next((w for w in ways if steps // w * registers <= 56), 0)
     warps = held or next(w for w in ways if w <= 4)
-    stage_steps = max(n for n in (4, 3, 2, 1) if steps // warps % n == 0)
-    return warps, held > 0, Ring(stage_steps, 3, stage_steps * 3 * step_bytes)
+    # a warp has two stages on their way and one in use; more steps of a stage at once are quicker, but sm_120 has not the registers
+    stage_steps = max(n for n in (4, 3, 2, 1) if n <= most // 2 and steps // warps % n == 0)
+    slots = 12 // stage_steps
+    return warps, held > 0, Ring(stage_steps, slots, stage_steps * slots * step_bytes)
 
 
 def _blocks_per_sm(warps: int) -> int:
@@ -321,9 +318,7 @@ class Catalogue:
             if routes_beside(spec, self.mode):
                 found += [self._gate_up_and_router()] if has_bf16_router(spec, self.mode) else []
                 found.append(self._down_and_choice())
-            found += self._experts()
-            if not sums_experts(spec, self.ranks, self.exchange):
-                found.append(self._moe_combine())
+            found += [*self._experts(), self._moe_combine()]
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
         found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
         if self.ranks > 1:
@@ -685,8 +680,6 @@ class Catalogue:
         found = [self._rank_sum("rank_sum", bias=False)]
         if sums_biases(self.whole, self.ranks):
             found.append(self._rank_sum("rank_sum_bias", bias=True))
-        if sums_experts(self.spec, self.ranks, self.exchange):
-            found.append(self._rank_sum("rank_sum_experts", bias=False, top_k=self.spec.num_experts_per_tok))
         if self.exchange == "peer":
             found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]
         return [*found, self._rank_choice(), self._rank_logits()]
@@ -698,14 +691,13 @@ class Catalogue:
         cost = Cost(0, width * (4 + 12 * self.ranks))
         return Kernel(name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory")
 
-    def _rank_sum(self, name: str, bias: bool, top_k: int = 0) -> Kernel:
+    def _rank_sum(self, name: str, bias: bool) -> Kernel:
         width, block = self.spec.hidden_size, block_for(self.spec.hidden_size)
-        cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2 + top_k), width * (self.ranks + 2 * top_k))
+        cost = Cost(width * 4 if bias else 0, width * 4 * (self.ranks + 2), width * self.ranks)
         grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
         summary = "the ranks' partial results added to the residual"
         if self.exchange == "peer":
-            peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, top_k, block)
-            summary += ", its routed experts joined first" if top_k else ""
+            peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, block)
             return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
         return Kernel(name, "rank_sum.cu.j2", params.RankSum(name, width, self.ranks, bias, block), block, grid, 0, cost, summary)
 

@@ -437,7 +437,6 @@ class PeerSum:
     ranks: int
     direct_rows: int
     bias: bool
-    top_k: int
     block: int
 
 

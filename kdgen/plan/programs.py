@@ -22,7 +22,6 @@ from kdgen.plan.kernels import (
     has_bf16_router,
     holds_heads,
     routes_beside,
-    sums_experts,
     top_k_parts,
 )  # fmt: skip
 from kdgen.plan.shard import Shard, part_of
@@ -288,14 +287,9 @@ def embedding(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
     return launch("embed", *start, integer(shard.rank * spec.vocab_size), *_buffers("mlp_part residual")), *summed("mlp", limits, shard)
 
 
-def summed(
-    what: str, limits: Limits, shard: Shard, bias: Arg | None = None, count: str = "num_tokens", experts: bool = False
-) -> tuple[Launch, ...]:
-    """The ranks' parts of ``what`` (attention, mlp) into the residual, of as many token rows as the buffer ``count`` says; with
-    ``experts``, routed experts are joined to them first."""
+def summed(what: str, limits: Limits, shard: Shard, bias: Arg | None = None, count: str = "num_tokens") -> tuple[Launch, ...]:
+    """The ranks' parts of ``what`` (attention, mlp) into the residual, of as many token rows as the buffer ``count`` says."""
     name, end = "rank_sum_bias" if bias else "rank_sum", (*((bias,) if bias else ()), buffer("residual"))
-    if experts:
-        name, end = "rank_sum_experts", _buffers("topk_weights expert_output residual")
     if shard.exchange == "gather":
         return launch(f"gather_{what}"), launch(name, *_buffers(f"{count} parts"), ROWS, *end)
     places = Arg("ranks", "inbox_sum"), integer(shard.rank), integer(limits.max_rows)
@@ -368,11 +362,7 @@ def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:
 def _moe(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Launch, ...]:
     """The shared experts' output is added to the target first, then the routed experts'."""
     target = "residual" if shard.whole else "mlp_part"
-    joined: tuple[Launch, ...] = (launch("moe_combine", *_buffers(f"num_tokens topk_weights expert_output {target}")),)
-    if sums_experts(spec, shard.ranks, shard.exchange):
-        joined = summed("mlp", limits, shard, experts=True)
-    elif not shard.whole:
-        joined = *joined, *summed("mlp", limits, shard)
+    joined = () if shard.whole else summed("mlp", limits, shard)
     bias = (layer_weight("router_bias"),) if spec.has_router_bias else ()
     lists = _buffers("num_active active_expert active_begin active_end assignments")
     logits = launch("router_logits", *_buffers("num_tokens hidden"), layer_weight("router"), buffer("router_logits"))
@@ -395,5 +385,6 @@ def _moe(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tup
         *routed,
         launch("experts_gate_up", *lists, buffer("hidden"), layer_weight("experts_gate_up"), buffer("expert_mlp")),
         launch("experts_down", *lists, buffer("expert_mlp"), layer_weight("experts_down"), buffer("expert_output")),
+        launch("moe_combine", *_buffers(f"num_tokens topk_weights expert_output {target}")),
         *joined,
     )

@@ -139,12 +139,6 @@ def check_peer_sum(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     parts, residual = bench.random("f32", p.ranks, most, p.width), bench.random("f32", most, p.width)
     bias = bench.random("f32", p.width) if p.bias else None
-    given = parts[_RANK].copy()
-    # routed experts whose sums float32 holds, so that what is sent is known to the bit
-    outputs = bench.rng.integers(-64, 65, (most, p.top_k, p.width)).astype(np.float32)
-    weights = (bench.rng.integers(1, 9, (most, p.top_k)) / 8).astype(np.float32)
-    if p.top_k:
-        parts[_RANK] = given + (weights[..., None] * outputs).sum(axis=1)
     totals = np.add.accumulate(parts, axis=0)[-1]  # float32, in rank order
     summing = np.arange(p.width) // 32 * p.ranks // -(-p.width // 32)
 
@@ -158,9 +152,7 @@ def check_peer_sum(bench: Bench) -> None:
         to_me = np.where(mine, parts, totals)
         y, inboxes = bench.input(start), _Inboxes(bench, to_me, rows, bench.kernel.grid[1].times)
         extra = [] if bias is None else [bench.input(bias)]
-        if p.top_k:
-            extra += [bench.input(weights[rows]), bench.input(outputs[rows])]
-        part = bench.input(given[rows])
+        part = bench.input(parts[_RANK, rows])
         bench.launch(bench.integer(count), part, inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds, *extra, y, tokens=count)
         if direct:
             inboxes.check(parts[_RANK, rows])

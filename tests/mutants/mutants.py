@@ -140,7 +140,7 @@ TEMPLATES = [
         ("the next step's inputs are this one's", "step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  //", "step, inputs[0]);  //"),
         ("the offsets are all made from the first inputs", "s + 1 == WARP_STEPS ? 0 : s + 1, inputs[0]);", "0, inputs[0]);"),
         ("held inputs are all the first step's", "load_inputs(x, s, inputs[s]);", "load_inputs(x, 0, inputs[s]);"),
-        ("reads inputs beyond an odd half", "      if (k >= COLS) break;\n", ""),
+        ("reads inputs beyond an odd half", "      if (ODD_COLS && k >= COLS) break;\n", ""),
         ("wrong token column", "assignments[m] / ASSIGNMENTS_PER_X_ROW", "assignments[m % 4] / ASSIGNMENTS_PER_X_ROW"),
         ("every warp has the first one's inputs", "(threadIdx.x / 32 % WARPS * WARP_STEPS + step)", "step"),
         ("rows 8 to 15 get those of 0 to 7", "value += partial[t][s][i][lane];", "value += partial[t][s][i % 2][lane];"),
@@ -493,8 +493,6 @@ TEMPLATES = [
     *_in(
         "peer_sum",
         ("the round is not kept", "*my_rounds = (int)round;", "(void)my_rounds;"),
-        ("shared experts are left out", "part[at] + routed;", "routed;"),
-        ("experts of another row", "assignment = token_row * TOP_K + k;", "assignment = k;"),
         ("sums are not sent on", "if (!direct) send_to_others(sum);", "if (direct) send_to_others(0.0f);"),
         ("parts go to the turn before", "reinterpret_cast<u64*>(inboxes[rank]) + turn", "reinterpret_cast<u64*>(inboxes[rank])"),
     ),
