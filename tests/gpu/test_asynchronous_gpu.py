@@ -17,7 +17,7 @@ F32 = npt.NDArray[np.float32]
 
 K = 64
 #: columns, a in registers, b by columns
-SHAPES = tuple(itertools.product((32, 64, 128, 256), (False, True), (False, True)))
+SHAPES = tuple(itertools.product((16, 24, 32, 40, 48, 56, 64, 128, 256), (False, True), (False, True)))
 
 WGMMA = """
 struct Shared {

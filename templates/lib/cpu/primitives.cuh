@@ -127,20 +127,23 @@ static inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, EMU_HERE) { e
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 static inline u64 wgmma_tile(const void* tile, u32 next_tile, EMU_HERE) { return emu_wgmma_tile(tile, next_tile, line); }
 static inline constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
+static constexpr bool emu_has_wgmma(int floats) { return floats % 4 == 0 && ((floats >= 8 && floats <= 32) || floats == 64 || floats == 128); }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], u64 a, u64 b, bool accumulate, EMU_HERE) {
-  static_assert(FLOATS == 16 || FLOATS == 32 || FLOATS == 64 || FLOATS == 128, "the GPU side has these");
+  static_assert(emu_has_wgmma(FLOATS), "the GPU side has these");
   EmuWgmma operands{d, FLOATS, nullptr, a, b, ByColumns != 0, accumulate};
   emu_wgmma(&operands, line);
 }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], const u32 (&a)[4], u64 b, bool accumulate, EMU_HERE) {
-  static_assert(FLOATS == 16 || FLOATS == 32 || FLOATS == 64 || FLOATS == 128, "the GPU side has these");
+  static_assert(emu_has_wgmma(FLOATS), "the GPU side has these");
   EmuWgmma operands{d, FLOATS, a, 0, b, ByColumns != 0, accumulate};
   emu_wgmma(&operands, line);
 }
 template <int FLOATS>
 static inline void keep_in_place(float (&)[FLOATS]) {}
+template <class Operand>
+static inline void keep_until_here(const Operand&) {}
 template <int FLOATS>
 static inline void wgmma_fence(float (&)[FLOATS], EMU_HERE) { emu_wgmma_fence(line); }
 static inline void wgmma_commit(EMU_HERE) { emu_wgmma_commit(line); }

@@ -120,6 +120,7 @@ __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(
 // touched from the call to the wgmma_wait that waits for it, which names a in registers.
 #define WGMMA_TEN(tens)                                                                                                   \
   "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" #tens "6,%" #tens "7,%" #tens "8,%" #tens "9"
+#define WGMMA_OUT_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_OUT_32(i) WGMMA_OUT_8(i), WGMMA_OUT_8(i + 8), WGMMA_OUT_8(i + 16), WGMMA_OUT_8(i + 24)
@@ -139,7 +140,18 @@ __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(
                  : __VA_ARGS__                                                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate), "n"(ByColumns));                \
   }
-WGMMA(16, "m64n32k16", WGMMA_TEN() ",%10,%11,%12,%13,%14,%15", "16", "17", "18", "19", "20", "21", "22", WGMMA_OUT_8(0), WGMMA_OUT_8(8))
+WGMMA(8, "m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", "8", "9", "10", "11", "12", "13", "14",
+      WGMMA_OUT_8(0))
+WGMMA(12, "m64n24k16", WGMMA_TEN() ",%10,%11", "12", "13", "14", "15", "16", "17", "18",
+      WGMMA_OUT_8(0), WGMMA_OUT_4(8))
+WGMMA(16, "m64n32k16", WGMMA_TEN() ",%10,%11,%12,%13,%14,%15", "16", "17", "18", "19", "20", "21", "22",
+      WGMMA_OUT_8(0), WGMMA_OUT_8(8))
+WGMMA(20, "m64n40k16", WGMMA_TEN() "," WGMMA_TEN(1), "20", "21", "22", "23", "24", "25", "26",
+      WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_4(16))
+WGMMA(24, "m64n48k16", WGMMA_TEN() "," WGMMA_TEN(1) ",%20,%21,%22,%23", "24", "25", "26", "27", "28", "29", "30",
+      WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_8(16))
+WGMMA(28, "m64n56k16", WGMMA_TEN() "," WGMMA_TEN(1) ",%20,%21,%22,%23,%24,%25,%26,%27", "28", "29", "30", "31", "32", "33", "34",
+      WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_8(16), WGMMA_OUT_4(24))
 WGMMA(32, "m64n64k16", WGMMA_TEN() "," WGMMA_TEN(1) "," WGMMA_TEN(2) ",%30,%31", "32", "33", "34", "35", "36", "37", "38",
       WGMMA_OUT_32(0))
 WGMMA(64, "m64n128k16",
@@ -152,6 +164,7 @@ WGMMA(128, "m64n256k16",
       "128", "129", "130", "131", "132", "133", "134",
       WGMMA_OUT_32(0), WGMMA_OUT_32(32), WGMMA_OUT_32(64), WGMMA_OUT_32(96))
 #undef WGMMA_TEN
+#undef WGMMA_OUT_4
 #undef WGMMA_OUT_8
 #undef WGMMA_OUT_32
 #undef WGMMA_BEGIN
