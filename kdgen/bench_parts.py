@@ -223,7 +223,8 @@ def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
 
 def prefill_operations(engine: Engine, tokens: int) -> int:
     """Operations of every kernel for ``tokens`` tokens from nothing; attention's are for each key that a token sees."""
-    counts = Counter(launch.kernel for launch, _ in engine.plan.program("prefill").launches())
+    launched = Counter(launch.kernel for launch, _ in engine.plan.program("prefill").launches())
+    counts = dict(launched) | dict.fromkeys(ATTENTION, engine.spec.num_hidden_layers)  # of which each launch has some of the rows
     keys = tokens * (tokens + 1) // 2
     return sum(
         launches * engine.plan.kernel(name).cost.flops(keys if name == ATTENTION[0] else tokens) for name, launches in counts.items()

@@ -67,9 +67,7 @@ __device__ __forceinline__ int tile_size(int tokens) {
   return ((tokens + tiles - 1) / tiles + 7) / 8 * 8;
 }
 // What a row group of an expert costs: columns of MMAs, and what a tile takes anyhow.
-__device__ __forceinline__ int cost_of(int tokens) {
-  return tiles_of(tokens) * ((tile_size(tokens) + 31) / 32 * 32 + 16);
-}
+__device__ __forceinline__ int cost_of(int tokens) { return tiles_of(tokens) * (tile_size(tokens) + 16); }
 
 // A tile of the tokens of an active expert, for a group of row tiles. Tiles come first, then row groups, then experts.
 struct Item {
@@ -224,6 +222,8 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
   float sum[WIDTH / 2];
 #pragma unroll 1
   for (int range = 0; range < RANGES; ++range) {
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
     for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage, ++now) {
       cp_async_wait<SLOTS - 3>();  // the next stage is there
@@ -243,8 +243,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       }
       wgmma_fence(sum);
 #pragma unroll
-      for (int s = 0; s < STAGE_STEPS; ++s)
-        wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), range_stage + s > 0);
+      for (int s = 0; s < STAGE_STEPS; ++s) wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), true);
       wgmma_commit();
       wgmma_wait(sum, a);
     }
@@ -278,10 +277,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   cp_async_wait<SLOTS - 2>();
   loader.arrange(0);
   for (int now = 0; item.before(end); item.next(lists, end)) {
-    if (item.count <= 32)
-      multiply<32>(loader, lists, item, end, now, y);
-    else
-      multiply<64>(loader, lists, item, end, now, y);
+    switch ((item.count + 7) / 8) {  // columns that an MMA is wide
+      case 3:
+        multiply<24>(loader, lists, item, end, now, y);
+        break;
+      case 4:
+        multiply<32>(loader, lists, item, end, now, y);
+        break;
+      case 5:
+        multiply<40>(loader, lists, item, end, now, y);
+        break;
+      case 6:
+        multiply<48>(loader, lists, item, end, now, y);
+        break;
+      case 7:
+        multiply<56>(loader, lists, item, end, now, y);
+        break;
+      case 8:
+        multiply<64>(loader, lists, item, end, now, y);
+        break;
+      default:
+        multiply<16>(loader, lists, item, end, now, y);
+    }
   }
 }
 }  // namespace experts_down_tiled

@@ -87,6 +87,11 @@ WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value 
 WGMMA_BLOCKS = {128: 4, 512: 132}
 
 
+#: Token rows of one attention launch, by latent, for the sake of the memory that partial values take: at K2.6's width and 32,768 keys
+#: 5 MiB a row. Four for each of an H200's multiprocessors; small models have few, so that their tests cross them.
+ATTENTION_ROWS = {128: 40, 512: 528}
+
+
 #: What the start of another tile of heads costs, in keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512, the
 #: combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
 WGMMA_START_KEYS = 256
@@ -305,7 +310,7 @@ class Catalogue:
         absorb, values, o_proj = self.attention_linears()[-3:]
         if holds_heads(spec, self.mode):
             found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
-        found += [self._attention(), self._combine(), self._linear(values)]
+        found += [*self._row_groups(), self._attention(), self._combine(), self._linear(values)]
         if holds_heads(spec, self.mode):
             found.append(self._linear_heads(values))
         found.append(self._linear(o_proj))
@@ -504,6 +509,12 @@ class Catalogue:
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
         return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
 
+    def _row_groups(self) -> tuple[Kernel, ...]:
+        if not self.mode.wgmma:
+            return ()
+        p = params.RowGroups("row_groups", ATTENTION_ROWS[self.spec.kv_lora_rank])
+        return (Kernel("row_groups", "row_groups.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(), "token rows of each attention launch"),)
+
     def _combine(self) -> Kernel:
         s = self.spec
         vector = 4 if s.kv_lora_rank % 4 == 0 else 1
@@ -511,6 +522,7 @@ class Catalogue:
         width = s.num_attention_heads * s.kv_lora_rank
         grid, summary = (ROW_EXTENT, Extent(s.num_attention_heads), ONE), "joins the splits"
         if self.mode.wgmma:
+            grid = (Extent(per_tokens=1, cap=ATTENTION_ROWS[s.kv_lora_rank]), *grid[1:])
             fragments = params.MlaCombineWgmma(
                 "mla_combine", s.num_attention_heads, min(s.num_attention_heads, WGMMA_TILE), s.kv_lora_rank, self.splits
             )

@@ -216,6 +216,12 @@ class MlaCombineWgmma:
 
 
 @dataclass(frozen=True)
+class RowGroups:
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class RouterLogits:
     name: str
     hidden: int

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
 from kdgen.plan.kernels import (
+    ATTENTION_ROWS,
     CACHE_BESIDE,
     CHOICE_BESIDE,
     FEW,
@@ -32,6 +33,7 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
     """Device memory other than weights, sized for ``limits``."""
     spec = part_of(whole, shard.ranks)
     rows, heads, sequences = limits.max_rows, spec.num_attention_heads, limits.max_sequences
+    group = attention_rows(spec, mode, limits)
     act: DType = "bf16" if mode.compute == "bf16" else "f32"
     splits = max_splits(spec, mode, limits)
     sums = (heads, splits) if mode.wgmma else (splits, heads)
@@ -84,12 +86,14 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         work("kv_a", "f32", rows, (spec.q_lora_rank or 0) + spec.cache_row_dim),
         work("q", act, rows, heads, spec.qk_head_dim),
         work("query", act, rows, heads, spec.cache_row_dim),
-        work("split_values", "bf16" if mode.wgmma else "f32", rows, splits, heads, spec.kv_lora_rank),
-        work("split_max", "f32", rows, *sums),
-        work("split_sum", "f32", rows, *sums),
+        work("split_values", "bf16" if mode.wgmma else "f32", group, splits, heads, spec.kv_lora_rank),
+        work("split_max", "f32", group, *sums),
+        work("split_sum", "f32", group, *sums),
         work("latent", act, rows, heads, spec.kv_lora_rank),
         work("attention", act, rows, heads, spec.v_head_dim),
     ]
+    if rows > group:
+        found.append(work("group_rows", "i32", -(-rows // group)))
     if spec.q_lora_rank is not None:
         found.append(work("q_a", act, rows, spec.q_lora_rank))
     if spec.first_k_dense_replace:
@@ -147,17 +151,30 @@ def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
     return attention_splits(spec, mode).count(limits.capacity)
 
 
+def attention_rows(spec: Spec, mode: Mode, limits: Limits) -> int:
+    """Token rows of one attention launch; a step with more has several, one after another over the same partial values."""
+    return min(limits.max_rows, ATTENTION_ROWS[spec.kv_lora_rank]) if mode.wgmma else limits.max_rows
+
+
 def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Program, ...]:
     """Every program. ``prefill`` takes tokens that the host wrote, ``decode`` the sequences' root tokens, ``verify`` drafted trees."""
     spec = part_of(whole, shard.ranks)
     advance = launch("advance", *_buffers("step_count step_sequence step_begin next_token sequence_length root_token"))
-    many, few = _forward(spec, mode, limits, shard, few=False), _forward(spec, mode, limits, shard, few=True)
+    sequences = limits.max_sequences
+    prefill, decode, verify = (
+        _forward(spec, mode, limits, shard, start, rows, few)
+        for start, rows, few in (
+            ((_chain_rows(from_root=False),), limits.max_tokens, False),
+            ((_chain_rows(from_root=True),), sequences, True),
+            (_tree_launches(), sequences * MAX_NODES, True),
+        )
+    )
     found = []
     for suffix, choose in _choices(spec, shard, limits.max_rows):
         found += [
-            Program(f"prefill{suffix}", (Stage((_chain_rows(from_root=False),)), *many, Stage((*choose, advance)))),
-            Program(f"decode{suffix}", (Stage((_chain_rows(from_root=True),)), *few, Stage((*choose, advance)))),
-            Program(f"verify{suffix}", (Stage(_tree_launches()), *few, Stage((*choose, *_commit_launches(limits))))),
+            Program(f"prefill{suffix}", (*prefill, Stage((*choose, advance)))),
+            Program(f"decode{suffix}", (*decode, Stage((*choose, advance)))),
+            Program(f"verify{suffix}", (*verify, Stage((*choose, *_commit_launches(limits))))),
         ]
     return (*found, Program("draft_top_k", (Stage(top_k_launches()),)))
 
@@ -265,11 +282,18 @@ def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _forward(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Stage, ...]:
-    """Embedding to logits. ``few``: made for few rows, with several kernels' work in one launch; the bits are the same."""
-    attention = _attention(spec, mode, limits, shard, few)
+def _forward(
+    spec: Spec, mode: Mode, limits: Limits, shard: Shard, start: tuple[Launch, ...], rows: int, few: bool
+) -> tuple[Stage, ...]:  # fmt: skip
+    """From ``start``, which makes the rows, to their logits; ``rows``: the most there can be. ``few``: made for few rows, with several
+    kernels' work in one launch; the bits are the same.
+    """
+    groups = -(-rows // attention_rows(spec, mode, limits))
+    attention = _attention(spec, mode, limits, shard, few, groups)
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
-    stages = [Stage(embedding(spec, limits, shard))]
+    if groups > 1:
+        start = (*start, launch("row_groups", *_buffers("num_tokens group_rows"), integer(groups)))
+    stages = [Stage(start), Stage(embedding(spec, limits, shard))]
     if dense:
         stages.append(Stage((*attention, *_dense_mlp(limits, shard)), (0, dense)))
     if spec.has_moe:
@@ -305,8 +329,8 @@ def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
     return launch(name, *_buffers(f"num_tokens {x}"), layer_weight(name), *extra, buffer(y))
 
 
-def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) -> tuple[Launch, ...]:
-    capacity, splits = integer(limits.capacity), integer(max_splits(spec, mode, limits))
+def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, groups: int) -> tuple[Launch, ...]:
+    capacity = integer(limits.capacity)
     if spec.q_lora_rank is None:
         queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
     else:
@@ -338,18 +362,32 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool) 
         )
         *inputs, target = absorb.args
         queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
-    attend = launch(
-        "mla_attention", *_buffers("num_tokens row_sequence row_position row_prefix row_path query"), KV_CACHE,
-        *_buffers("split_values split_max split_sum"), capacity, splits,
-    )  # fmt: skip
-    combine = launch("mla_combine", *_buffers("num_tokens row_position split_values split_max split_sum latent"), splits)
+    attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None)]
     out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias),)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
         out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
     return (
-        _norm(layer_weight("input_layernorm")), *queries, attend, combine, values, *out, _norm(layer_weight("post_attention_layernorm")),
+        _norm(layer_weight("input_layernorm")), *queries, *attend, values, *out, _norm(layer_weight("post_attention_layernorm")),
     )  # fmt: skip
+
+
+def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> tuple[Launch, Launch]:
+    """Attention of a group of rows, or of all (None), and the joining of its splits."""
+    rows, splits = attention_rows(spec, mode, limits), integer(max_splits(spec, mode, limits))
+    count = buffer("num_tokens") if group is None else Arg("buffer", "group_rows", 4 * group)
+    head_bytes = spec.num_attention_heads * (2 if mode.compute == "bf16" else 4)
+    row_bytes = {"row_path": 4 * MAX_PATH, "query": head_bytes * spec.cache_row_dim, "latent": head_bytes * spec.kv_lora_rank}
+
+    def of_group(names: str) -> tuple[Arg, ...]:
+        return tuple(Arg("buffer", name, (group or 0) * rows * row_bytes.get(name, 4)) for name in names.split())
+
+    parts = _buffers("split_values split_max split_sum")
+    seen = of_group("row_sequence row_position row_prefix row_path query")
+    return (
+        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(limits.capacity), splits),
+        launch("mla_combine", count, *of_group("row_position"), *parts, *of_group("latent"), splits),
+    )
 
 
 def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:

@@ -283,6 +283,19 @@ def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows
             bench.findings.close(f"split_values of {where}", values[i, split], expected, off + stored)
 
 
+@for_template(CHECKS, ["row_groups.cu.j2"])
+def check_row_groups(bench: Bench) -> None:
+    """Full groups, then what is left, then none; more groups than a warp has lanes."""
+    groups, most = 40, bench.p.rows
+    for count in (*bench.tokens, most - 1, most, most + 1, 35 * most + 2, groups * most):
+        rows = bench.poisoned("i32", groups + 1)
+        bench.launch(bench.integer(count), rows, groups)
+        got = bench.read(rows)
+        bench.findings.equal(f"group_rows of {count}", got[:groups], np.clip(count - np.arange(groups) * most, 0, most))
+        bench.findings.untouched("group_rows beyond the last", got[groups:])
+        bench.release()
+
+
 @for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2"])
 def check_combine(bench: Bench) -> None:
     """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""

@@ -561,6 +561,12 @@ TEMPLATES = [
         ("rows behind the last", "      if (row >= ROWS) continue;\n", ""),
     ),
     *_in(
+        "row_groups",
+        ("groups behind the last have rows below 0", "max(0, rows - g * ROWS)", "rows - g * ROWS"),
+        ("every group has all the rows", "rows - g * ROWS)", "rows)"),
+        ("only a warp's number of groups", "g < groups; g += 32", "g < min(groups, 32); g += 32"),
+    ),
+    *_in(
         "router_logits",
         ("every token of a full tile reads the first", "load(x, h + (size_t)t * HIDDEN + k);", "load(x, h + k);"),
         (

@@ -12,6 +12,7 @@ from kdgen.backends import open_backend
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
+from kdgen.plan.kernels import ATTENTION_ROWS
 from kdgen.plan.tiled import TILED_ROWS, twin_name
 from kdgen.spec import load_spec
 from kdgen.verify.recording import RecordingEngine, differing_bits
@@ -46,6 +47,21 @@ def test_only_targets_with_wgmma_have_them() -> None:
     plan = build_plan(load_spec("k26"))
     assert plan.tiled_rows == 0 and not any(kernel.name.endswith("_tiled") for kernel in plan.kernels)
     assert plan.on("sm_90a").tiled_rows == TILED_ROWS[512]
+
+
+def test_attention_goes_through_rows_in_groups() -> None:
+    """Partial values are kept of one group at a time; each launch begins where the last one ended."""
+    rows = ATTENTION_ROWS[512]
+    plan = build_plan(load_spec("k26"), "bf16", Limits(4 * rows - 1, 4096)).on("sm_90a")
+    assert plan.buffer("split_values").shape[0] == rows and plan.buffer("group_rows").shape == (4,)
+    first = [launch for launch, layer in plan.program("prefill").launches() if layer == 0 and launch.kernel == "mla_attention"]
+    assert [launch.args[0].value for launch in first[:4]] == [0, 4, 8, 12]
+    spec = load_spec("k26")
+    assert [launch.args[5].value for launch in first[:4]] == [
+        i * rows * spec.num_attention_heads * spec.cache_row_dim * 2 for i in range(4)
+    ]
+    for name in ("decode", "verify"):
+        assert not any(launch.kernel == "row_groups" for launch, _ in plan.program(name).launches())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-shuffled"])
