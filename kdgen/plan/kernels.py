@@ -123,8 +123,8 @@ def attention_splits(spec: Spec, mode: Mode) -> Splits:
     H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28 and
     31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
 
-    Where a group of rows shares tiles, 8 rows have half as many splits to visit or fewer, so shorter ones fill a GPU: by the 2 µs that
-    a tile of 64 keys takes above, 128 keys should save one row 4 µs at 4,096. Not measured.
+    Where a group of rows shares tiles, 32 heads at 4,096 keys take 26 and 20 with splits of 256, 19 and 24 of 128, 16 and 27 of 64; at
+    32,768 keys 35 and 60, 37 and 69, 43 and 114. One row comes first here, too.
     """
     if mode.wgmma and spec.kv_lora_rank < 256:
         return Splits.growing((0, 64), (128, 128))
@@ -492,7 +492,8 @@ class Catalogue:
                 start_keys=WGMMA_START_KEYS if group > 1 else 0,
                 scale_log2=s.softmax_scale * math.log2(math.e), smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
-            blocks = Extent(per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
+            # as many blocks as splits would leave some block two of them, for shares are of keys
+            blocks = Extent(times=2, per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, (blocks, Extent(head_tiles), ONE), smem, cost, summary)
         if not self.fast:
             generic = params.MlaAttentionF32(
