@@ -243,7 +243,7 @@ class Engine:
 
     def logits(self, rows: int) -> NDArray[np.float32]:
         """The last step's logits, float32 [rows, vocab_size]; of a rank, those of its part of the vocabulary."""
-        return self.read("logits")[:rows].astype(np.float32, copy=False)
+        return self.backend.to_host(self._buffers["logits"], rows).astype(np.float32, copy=False)
 
     def has_nan(self) -> bool:
         """Whether the last step's logits hold a NaN. A key or value that is none makes every later one none, so the last step tells."""

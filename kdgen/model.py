@@ -22,6 +22,7 @@ from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.shard import WHOLE, Exchange, Shard
+from kdgen.plan.tiled import CHUNK_TOKENS
 from kdgen.ranks import Group
 from kdgen.spec import Spec, load_spec
 from kdgen.tokenizer import TextFiles
@@ -178,9 +179,13 @@ def open_engine(
     if model.compute and compute not in (None, model.compute):
         raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
     opened, shard = open_shard(group, backend, seed, exchange)
-    plan = build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard)
+    limits = Limits(max_context=context)
+    plan = build_plan(model.spec, compute or model.compute, limits, shard)
     if group is not None:
         need_same_plan(group, plan)
+    elif plan.on(opened.family).tiled_rows:  # whose chunks are large
+        limits = replace(limits, max_tokens=max(limits.max_tokens, min(context, CHUNK_TOKENS)))
+        plan = build_plan(model.spec, compute or model.compute, limits, shard)
     began = time.perf_counter()
     loading = began
 

@@ -35,7 +35,7 @@ class Elsewhere(Backend):
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         return DeviceArray(shape, dtype, 256, math.prod(shape) * ITEM_BYTES[dtype], None)
 
-    def to_host(self, array: DeviceArray) -> Any:
+    def to_host(self, array: DeviceArray, rows: int | None = None) -> Any:
         raise NotImplementedError
 
     def write(self, array: DeviceArray, values: Any, offset: int = 0) -> None:

@@ -131,8 +131,8 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
-        """A copy, in NumPy dtypes (bf16 as ml_dtypes.bfloat16)."""
+    def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
+        """A copy, in NumPy dtypes (bf16 as ml_dtypes.bfloat16), of all of it or of its first ``rows``."""
 
     @abstractmethod
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:

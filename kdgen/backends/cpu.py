@@ -311,8 +311,8 @@ class CpuBackend(Backend):
         except (OSError, StopIteration):
             return None
 
-    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
-        return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape).copy()
+    def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
+        return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape)[:rows].copy()
 
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
         """Raises BackendError when the dtype differs, the values are not C-contiguous, or they do not fit."""

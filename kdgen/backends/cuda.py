@@ -221,15 +221,16 @@ class CudaBackend(Backend):
     def memory_limit(self) -> int | None:
         return self.gpu.memory_bytes
 
-    def to_host(self, array: DeviceArray) -> npt.NDArray[np.generic]:
-        source = self._array(array)
+    def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
+        shape = array.shape if rows is None else (min(rows, array.shape[0]), *array.shape[1:])
+        source = self._array(array)[: math.prod(shape)]
         self.synchronize()  # first, so that a kernel's failure is told as one
         with self._reporting("copying from the GPU"):
             values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
             self._stream.synchronize()
         if array.dtype == "bf16":
             values = values.view(ml_dtypes.bfloat16)
-        return values.reshape(array.shape)
+        return values.reshape(shape)
 
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
         expected = np.dtype(ml_dtypes.bfloat16) if array.dtype == "bf16" else _numba_dtype(array.dtype)

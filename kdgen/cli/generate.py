@@ -31,8 +31,9 @@ from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
-from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute, Limits
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
+from kdgen.plan.tiled import CHUNK_TOKENS
 from kdgen.ranks import Group, joined, place_in
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
@@ -169,7 +170,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
 @click.option("--context", type=click.IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
-@click.option("--chunk", type=click.IntRange(1, Limits().max_tokens), help="Prompt tokens a forward; changes no bit.")
+@click.option("--chunk", type=click.IntRange(1, CHUNK_TOKENS), help="Most prompt tokens a forward; changes no bit.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the likeliest.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest tokens that together have this.")

@@ -16,6 +16,8 @@ from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
 SUFFIX = "_tiled"
 #: Token rows from which on a forward uses the twins, by latent as in WGMMA_BLOCKS: small models have few, so that their tests cross it.
 TILED_ROWS = {128: 12, 512: 256}
+#: Prompt tokens of a forward where there are twins: K2.6's experts are read once a chunk, 9.5 GB a layer, and have 43 tokens each.
+CHUNK_TOKENS = 2048
 WARPS = 16  #: a tile of 16 weight rows each
 LINEAR_TOKENS = 128  #: of a block: as many as its registers can hold sums of
 EXPERT_TOKENS = 64  #: of an expert, of a block at a time

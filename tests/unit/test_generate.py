@@ -294,7 +294,7 @@ def test_options_that_make_no_sense(model: Path) -> None:
         ("--block-size", "17"),
         ("--max-new-tokens", "0"),
         ("--draft", "oracle"),
-        ("--chunk", "65"),
+        ("--chunk", "2049"),
         ("--seed", str(2**64)),
     ):
         assert option in refused(model, option, value)

@@ -243,9 +243,9 @@ class WatchedBackend(CpuBackend):
 
         return start
 
-    def to_host(self, array: DeviceArray) -> NDArray[np.generic]:
+    def to_host(self, array: DeviceArray, rows: int | None = None) -> NDArray[np.generic]:
         self._event("to_host")
-        return super().to_host(array)
+        return super().to_host(array, rows)
 
     def write(self, array: DeviceArray, values: NDArray[np.generic], offset: int = 0) -> None:
         self._event("write")

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends import open_backend
+from kdgen.backends.base import Backend
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
@@ -87,3 +88,9 @@ def test_chunks_on_both_sides_of_the_threshold(name: str, backend: str) -> None:
         again, same_cache = rows(*chunks)
         assert differing_bits(same_cache, cache) == 0
         assert differing_bits(np.stack(again), np.stack(logits)) == 0
+
+
+def test_first_rows_of_a_buffer(cpu_backend: Backend) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    array = cpu_backend.to_device(values, "f32")
+    assert (cpu_backend.to_host(array, 2) == values[:2]).all() and (cpu_backend.to_host(array, 9) == values).all()
