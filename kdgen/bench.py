@@ -41,6 +41,9 @@ from kdgen.resources import templates_dir
 
 NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
 READ_MEGABYTES = 4096
+#: Of a step, started one behind the other as decoding does: ranks whose hosts start a step at different times wait for each other in
+#: its first collective, and that wait would be counted in every step that is started alone.
+STEPS_IN_A_ROW = 8
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
 #: Kernels that run one after the other in every layer and are timed as one too, for the second may start while the first still runs.
 TOGETHER = (("mla_attention", "mla_combine"),)
@@ -173,10 +176,11 @@ def read_bandwidth(backend: CudaBackend) -> float:
 def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwidth: float, kernels: bool) -> StepTime:
     program = run_step(engine, context, rows)
     engine.fill(context)
-    work = engine.work(program, rows, context + rows)
+    in_a_row = max(1, min(STEPS_IN_A_ROW, (engine.plan.limits.max_context - context) // rows))
+    work = engine.work(program, rows, context + rows * in_a_row)
     experts = _experts_hit(engine, backend, work)
     engine.fill(context)
-    seconds = median(backend, work, lambda: engine.fill_length(context))
+    seconds = median(backend, work, lambda: engine.fill_length(context), in_a_row)
     times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
     floor = _step_bytes(engine, rows, context, experts) / bandwidth
     return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, times)

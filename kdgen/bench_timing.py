@@ -21,9 +21,15 @@ class Contender:
     repeats: int = 1
 
 
-def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] | None = None) -> float:
-    """Seconds of one replay of ``work``; ``between`` restores state before each."""
-    return _medians([Contender(backend.record(work), backend.timer)], between)[0]
+def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] | None = None, in_a_row: int = 1) -> float:
+    """Seconds of one replay of ``work``, of which so many are started one behind the other; ``between`` restores state before those."""
+    replay = backend.record(work)
+
+    def start() -> None:
+        for _ in range(in_a_row):
+            replay()
+
+    return _medians([Contender(start, backend.timer, in_a_row)], between)[0]
 
 
 def medians(backend: Backend, work: Sequence[Work], other: Contender) -> tuple[float, float]:
