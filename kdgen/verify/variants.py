@@ -44,7 +44,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "tiny-wgmma": {
         "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
-        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 40,
+        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 256, "n_routed_experts": 40,
         "n_shared_experts": 0, "vocab_size": 128, "rope_scaling": _YARN,
     },
     "tiny-wgmma-8": {
@@ -53,7 +53,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "tiny-wgmma-int4": {
         "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 96,
-        "q_lora_rank": 80, "num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 160, "n_routed_experts": 6,
+        "q_lora_rank": 80, "num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 512, "n_routed_experts": 6,
         "vocab_size": 130, "attention_bias": True, "quantization": _INT4, "draft": _DRAFT | {"hidden_size": 96},
     },
     "tiny-odd": {
