@@ -39,7 +39,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "tiny-v2": {
         "model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy", "norm_topk_prob": False,
         "kv_lora_rank": 256, "hidden_size": 128, "num_attention_heads": 6, "v_head_dim": 16, "attention_bias": True, "n_shared_experts": 2,
-        "num_hidden_layers": 2, "intermediate_size": 96, "router_dtype": "float32", "quantization": _INT4 | {"group_size": 64},
+        "num_hidden_layers": 2, "intermediate_size": 96, "moe_intermediate_size": 1152, "router_dtype": "float32",
+        "quantization": _INT4 | {"group_size": 64},
         "draft": _DRAFT | {"hidden_size": 128, "intermediate_size": 64}, **_GROUPS,
     },
     "tiny-wgmma": {

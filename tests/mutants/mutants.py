@@ -138,7 +138,7 @@ TEMPLATES = [
     *_in(
         "experts_mma",
         ("the next step's inputs are this one's", "step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  //", "step, inputs[0]);  //"),
-        ("the offsets are all made from the first inputs", "s + 1 == WARP_STEPS ? 0 : s + 1, inputs[0]);", "0, inputs[0]);"),
+        ("the offsets are all made from the first inputs", "inputs[i / PARTS].of[i % PARTS][0]);", "inputs[0].of[i % PARTS][0]);"),
         ("held inputs are all the first step's", "load_inputs(x, s, inputs[s]);", "load_inputs(x, 0, inputs[s]);"),
         ("reads inputs beyond an odd half", "      if (ODD_COLS && k >= COLS) break;\n", ""),
         ("wrong token column", "assignments[m] / ASSIGNMENTS_PER_X_ROW", "assignments[m % 4] / ASSIGNMENTS_PER_X_ROW"),
