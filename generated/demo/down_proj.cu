@@ -15,9 +15,9 @@ constexpr int Y_STRIDE = 224, Y_BATCH_STRIDE = 0;
 constexpr int WARPS = 4;        // split the inputs; depends on the shape alone, so a row's bits do too
 constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;               // stages of a warp's ring: 4096 bytes a warp
-constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 tokens, while rows come and go
-constexpr int MAX_TOKENS = 32;         // of one reading of the weights
+constexpr int SLOTS = 4;                // stages of a warp's ring: 4096 bytes a warp
+constexpr bool X_IN_REGISTERS = false;  // the inputs of 8 tokens, while rows come and go
+constexpr int MAX_TOKENS = 32;          // of one reading of the weights
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 5;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
