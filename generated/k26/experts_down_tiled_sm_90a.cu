@@ -12,7 +12,7 @@ constexpr int ROWS = 7168, COLS = 2048;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where assignments
 constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
-constexpr int WARPS = 16, BLOCK = WARPS * 32, WARPGROUPS = WARPS / 4;
+constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint4;       // a lane's part of a group of 32 inputs: two B fragments
 constexpr bool HAS_OFFSETS = true;
@@ -85,13 +85,13 @@ static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
 static_assert(TOKENS * PIECES <= BLOCK, "a thread brings one piece");
 constexpr int OUTPUTS = ROWS;
 
-// 202816 bytes, of the 227 KiB that sm_90a has
+// 202784 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   bf16 x[X_SLOTS][TOKENS][64];
   float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far
   uint4 piece[SLOTS][BLOCK];        // each thread's own, as it comes
   unsigned char weights[WARPS][SLOTS][STAGE_BYTES];
-  u64 filled[X_SLOTS], turn[WARPGROUPS];
+  u64 filled[X_SLOTS];
 };
 
 // The experts that have tokens, and their tokens' places in `assignments`.
@@ -172,7 +172,6 @@ struct Loader {
   int row_tiles;
   Item item;
   int stage, brought;            // the stage of the item that comes next; all stages so far
-  int turns;                     // of this warpgroup so far
   u32 slot;                      // where it comes to
   const unsigned char* weights;  // this lane's, of that stage
   const bf16* inputs;            // this thread's
@@ -226,16 +225,6 @@ struct Loader {
   }
 };
 
-// Warpgroups queue their MMAs in turn: sharing the tensor cores out evenly, they would all end at the same time, and
-// nothing would run there until they have begun again.
-__device__ __forceinline__ void wait_for_turn(Loader& loader, int warpgroup) {
-  mbarrier_wait(&loader.shared->turn[warpgroup], (loader.turns + (warpgroup == 0)) & 1);
-  ++loader.turns;
-}
-__device__ __forceinline__ void pass_turn(Loader& loader, int warpgroup) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&loader.shared->turn[(warpgroup + 1) % WARPGROUPS]);
-}
-
 // Adds the total of the ranges before to a range's sum, and keeps it.
 template <int FLOATS>
 __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[BLOCK], int range) {
@@ -271,8 +260,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
                                          const Item& end, int& now, float* y) {
   Shared* shared = loader.shared;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
-  const int warpgroup = warp / 4;
-  const bool idle = item.row_group * WARPS + warpgroup * 4 >= loader.row_tiles;
+  const bool idle = item.row_group * WARPS + warp / 4 * 4 >= loader.row_tiles;  // all of this warpgroup
   float sum[WIDTH / 2];
   u32 minus_136[4];
   uniform_fragment(minus_136, MINUS_136);
@@ -289,6 +277,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       if (now + 1 < loader.brought) loader.arrange(now + 1);
       loader.bring(lists, end);
       mbarrier_wait(&shared->filled[now % X_SLOTS], (now / X_SLOTS) & 1);
+      if (idle) continue;
       const unsigned char* weights = shared->weights[warp][now % SLOTS];
       const u64 inputs = wgmma_tile(shared->x[now % X_SLOTS], 0);
       const Weights step_weights(weights, lane);
@@ -298,11 +287,9 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
         const Group group(step_weights, half);
         const u64 first = inputs + wgmma_offset(half * 64), second = first + wgmma_offset(32);
         float group_sum[WIDTH / 2];
-        wait_for_turn(loader, warpgroup);
         wgmma_fence(group_sum);
         wgmma<0>(group_sum, minus_136, first, false);
         wgmma<0>(group_sum, minus_136, second, true);
-        pass_turn(loader, warpgroup);
         wgmma<0>(group_sum, group.a0, first, true);
         wgmma<0>(group_sum, group.a1, second, true);
         wgmma_commit();
@@ -324,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                        const unsigned char* __restrict__ weight, float* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
   if (threadIdx.x < X_SLOTS) mbarrier_init(&shared->filled[threadIdx.x], WARPS);
-  if (threadIdx.x < WARPGROUPS) mbarrier_init(&shared->turn[threadIdx.x], 4);
   __syncthreads();
   begin_after_previous_kernel();
   const int experts = *num_active;
@@ -336,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const Item end = item_at(lists, experts, (int)((long long)costs * (blockIdx.x + 1) / gridDim.x));
   if (!item.before(end)) return;
   item.open(lists);
-  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, 0, nullptr, nullptr, false};
+  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, nullptr, nullptr, false};
   loader.open(lists);
 #pragma unroll 1
   for (int stage = 0; stage < SLOTS - 1; ++stage) loader.bring(lists, end);

@@ -12,7 +12,7 @@ constexpr int ROWS = 2816, COLS = 2048;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 6;     // TOP_K where x has token rows, 1 where assignments
 constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_gate_up that split them
-constexpr int WARPS = 16, BLOCK = WARPS * 32, WARPGROUPS = WARPS / 4;
+constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
 constexpr bool HAS_OFFSETS = false;
@@ -46,13 +46,13 @@ static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
 static_assert(TOKENS * PIECES <= BLOCK, "a thread brings one piece");
 constexpr int OUTPUTS = ROWS / 2;  // a tile holds 8 gate rows and their 8 up rows
 
-// 221248 bytes, of the 227 KiB that sm_90a has
+// 221216 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   bf16 x[X_SLOTS][TOKENS][64];
   float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far
   uint4 piece[SLOTS][BLOCK];        // each thread's own, as it comes
   unsigned char weights[WARPS][SLOTS][STAGE_BYTES];
-  u64 filled[X_SLOTS], turn[WARPGROUPS];
+  u64 filled[X_SLOTS];
 };
 
 // The experts that have tokens, and their tokens' places in `assignments`.
@@ -133,7 +133,6 @@ struct Loader {
   int row_tiles;
   Item item;
   int stage, brought;            // the stage of the item that comes next; all stages so far
-  int turns;                     // of this warpgroup so far
   u32 slot;                      // where it comes to
   const unsigned char* weights;  // this lane's, of that stage
   const bf16* inputs;            // this thread's
@@ -222,8 +221,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
                                          const Item& end, int& now, bf16* y) {
   Shared* shared = loader.shared;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
-  const int warpgroup = warp / 4;
-  const bool idle = item.row_group * WARPS + warpgroup * 4 >= loader.row_tiles;
+  const bool idle = item.row_group * WARPS + warp / 4 * 4 >= loader.row_tiles;  // all of this warpgroup
   float sum[WIDTH / 2];
 #pragma unroll 1
   for (int range = 0; range < RANGES; ++range) {
@@ -238,9 +236,9 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       if (now + 1 < loader.brought) loader.arrange(now + 1);
       loader.bring(lists, end);
       mbarrier_wait(&shared->filled[now % X_SLOTS], (now / X_SLOTS) & 1);
+      if (idle) continue;
       const unsigned char* weights = shared->weights[warp][now % SLOTS];
       const u64 inputs = wgmma_tile(shared->x[now % X_SLOTS], 0);
-      if (idle) continue;
       u32 a[STAGE_STEPS][4];
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) {
@@ -265,7 +263,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                           const unsigned char* __restrict__ weight, bf16* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
   if (threadIdx.x < X_SLOTS) mbarrier_init(&shared->filled[threadIdx.x], WARPS);
-  if (threadIdx.x < WARPGROUPS) mbarrier_init(&shared->turn[threadIdx.x], 4);
   __syncthreads();
   begin_after_previous_kernel();
   const int experts = *num_active;
@@ -277,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const Item end = item_at(lists, experts, (int)((long long)costs * (blockIdx.x + 1) / gridDim.x));
   if (!item.before(end)) return;
   item.open(lists);
-  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, 0, nullptr, nullptr, false};
+  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, nullptr, nullptr, false};
   loader.open(lists);
 #pragma unroll 1
   for (int stage = 0; stage < SLOTS - 1; ++stage) loader.bring(lists, end);

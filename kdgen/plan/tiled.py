@@ -92,7 +92,7 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     stage_bytes = stage_steps * (576 if p.int4 else 512)
     slots = 6 if p.int4 else 3
     tiles, totals = SLOTS * EXPERT_TOKENS * 128, EXPERT_TOKENS // 8 * WARPS * 32 * 16
-    smem = tiles + totals + slots * WARPS * (32 * 16 + stage_bytes) + (SLOTS + WARPS // 4) * BARRIER_BYTES
+    smem = tiles + totals + slots * WARPS * (32 * 16 + stage_bytes) + SLOTS * BARRIER_BYTES
     twin = params.ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
         warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=slots, smem_comment=_smem_comment(smem), int4=p.int4, out=p.out,

@@ -305,7 +305,6 @@ TEMPLATES = [
             "group.a1, second, true);\n        wgmma<0>(group_sum, group.a0, first, true);",
         ),
         ("inputs of a step in another order than weights", "+ w) + piece % 4 * 4) = word[w]", "+ piece % 4) + w * 4) = word[w]"),
-        ("nobody begins", "(loader.turns + (warpgroup == 0)) & 1", "loader.turns & 1"),
         ("bf16 inputs in another order than weights", "make_uint2(words.x, words.z)", "make_uint2(words.x, words.y)"),
         ("a chain goes on from the last range's", "for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;", "if (range == 0) sum[0] = 0.0f;"),
         ("goes on with a stage that has not come", "cp_async_wait<SLOTS - 3>();", "cp_async_wait<SLOTS - 2>();", "checker"),
