@@ -175,7 +175,8 @@ def test_other_layouts_are_refused(tmp_path: Path, folder: Path) -> None:
     metadata = open_kdtr(out).metadata
     layout = json.loads(metadata.layout)
     older = KdtrMetadata(metadata.kind, metadata.spec, json.dumps(layout | {"version": 0}))
-    assert "packed for other layouts (version 0, now 1); `kdgen import` the model again" in generate(rewritten(out, older))
+    versions = f"(version 0, now {layout['version']})"
+    assert f"packed for other layouts {versions}; `kdgen import` the model again" in generate(rewritten(out, older))
     layout["weights"][-1]["gate_up_tile"] = 16
     other = KdtrMetadata(metadata.kind, metadata.spec, json.dumps(layout))
     assert "its list of weights is another" in generate(rewritten(out, other))

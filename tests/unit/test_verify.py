@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -131,13 +132,11 @@ def test_a_small_model_verifies_and_a_wrong_template_does_not(monkeypatch: pytes
     parts = {check["part"] for check in json.loads(result.stdout)["checks"]}
     assert {"kernel", "checker", "drift", "logits", "decode", "trees"} <= parts
 
-    kernels = tmp_path / "templates" / "kernels"
-    kernels.mkdir(parents=True)
-    for file in (templates_dir() / "kernels").iterdir():
-        text = file.read_text()
-        (kernels / file.name).write_text(
-            text.replace("b * cos_row[i] + a", "b * cos_row[i] - a") if file.name == "rope_cache.cu.j2" else text
-        )
+    shutil.copytree(templates_dir(), tmp_path / "templates")
+    rotary = tmp_path / "templates" / "lib" / "rotary.cuh.j2"
+    right = rotary.read_text()
+    rotary.write_text(right.replace("b * cos_row[i] + a", "b * cos_row[i] - a"))
+    assert rotary.read_text() != right
     monkeypatch.setattr(kdgen.render, "templates_dir", lambda: tmp_path / "templates")
     result = kdgen_verify(str(spec), "--dtype", "f32", "--backend", "cpu", "--json")
     assert result.exit_code == 1

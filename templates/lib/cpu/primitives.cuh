@@ -147,8 +147,12 @@ static inline void keep_until_here(const Operand&) {}
 template <int FLOATS>
 static inline void wgmma_fence(float (&)[FLOATS], EMU_HERE) { emu_wgmma_fence(line); }
 static inline void wgmma_commit(EMU_HERE) { emu_wgmma_commit(line); }
-template <int FLOATS, class... Operands>
-static inline void wgmma_wait(float (&)[FLOATS], const Operands&...) { emu_wgmma_wait(__builtin_LINE()); }
+template <int FLOATS>
+static inline void wgmma_wait(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait(line); }
+template <int FLOATS, class A>
+static inline void wgmma_wait(float (&)[FLOATS], const A&, EMU_HERE) { emu_wgmma_wait(line); }
+template <int FLOATS, class A, class B, class C>
+static inline void wgmma_wait(float (&)[FLOATS], const A&, const B&, const C&, EMU_HERE) { emu_wgmma_wait(line); }
 static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
 
 // ---- warps with roles -----------------------------------------------------
