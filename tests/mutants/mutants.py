@@ -178,9 +178,9 @@ TEMPLATES = [
             "(int)(units * min(blockIdx.x + 1, gridDim.x - 1) / gridDim.x)",
         ),
         (
-            "a group stays in an expert too long",
+            "a group leaves an expert out",
             "tile >= row_tiles; tile -= row_tiles) ++active;",
-            "tile > row_tiles; tile -= row_tiles) ++active;",
+            "tile >= row_tiles; tile -= row_tiles) active += 2;",
         ),
         ("no wait for the lanes that wrote the offsets", "    __syncwarp();  // lanes 0 .. 3 have written the offsets\n", "", "checker"),
     ),
