@@ -182,7 +182,6 @@ TEMPLATES = [
             "tile >= row_tiles; tile -= row_tiles) ++active;",
             "tile >= row_tiles; tile -= row_tiles) active += 2;",
         ),
-        ("no wait for the lanes that wrote the offsets", "    __syncwarp();  // lanes 0 .. 3 have written the offsets\n", "", "checker"),
     ),
     *_in(
         "templates/lib/int4_tile.cuh.j2",
