@@ -82,6 +82,8 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
         raise KdgenError(f"port {port} for the ranks' connections does not exist: set KDGEN_PORT")
     parent = _number(environment, "KDGEN_PARENT") if "KDGEN_PARENT" in environment else 0
     seconds = _number(environment, "KDGEN_JOIN_SECONDS") if "KDGEN_JOIN_SECONDS" in environment else JOIN_SECONDS
+    if seconds < 1:
+        raise KdgenError("the environment variable KDGEN_JOIN_SECONDS is 0: ranks need at least a second to meet")
     return Place(rank, ranks, local_rank, host, port, environment.get("KDGEN_JOB", ""), parent, seconds)
 
 
@@ -184,7 +186,9 @@ class Group:
                 missing = ", ".join(map(str, sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting})))
                 wait.say(f"ranks {missing} at {place.host} port {place.port}")
                 if wait.over:
-                    raise KdgenError(f"ranks {missing} of {self.ranks} did not come in {place.seconds:.0f} s")
+                    raise KdgenError(
+                        f"ranks {missing} of {self.ranks} did not come in {place.seconds:.0f} s; KDGEN_JOIN_SECONDS gives them more"
+                    )
                 listener.settimeout(0.2)
                 try:
                     connection, _ = listener.accept()
@@ -301,6 +305,9 @@ class _Wait:
 
     @property
     def over(self) -> bool:
+        """Raises KdgenError once the process that started the ranks is gone: nobody would end them."""
+        if self._place.parent and os.getppid() != self._place.parent:
+            raise KdgenError("the process that started the ranks is gone")
         return time.monotonic() - self._began > self._place.seconds
 
     def say(self, what: str) -> None:

@@ -84,9 +84,9 @@ def command(
         _bench_ranks(ranks, exchange, _options(spec_name, layers, contexts, nodes, dtype, draft, seed), as_json)
         return
     with status() as say, joined(place) as group:
+        model = random_model(spec_name, layers, seed, draft)
         say("opening the GPU")
         backend, shard = open_shard(group, "cuda", exchange=exchange)
-        model = random_model(spec_name, layers, seed, draft)
         room = max(*contexts, prefill or 0) + 1024
         most = model.spec.max_position_embeddings
         if max(*contexts, prefill or 0) + max(nodes) > most:

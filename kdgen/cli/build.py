@@ -36,7 +36,7 @@ def command(
 
     Needs no GPU, driver or CUDA toolkit. Only files that differ are written, and only kernels that changed are compiled.
 
-    Without SPEC: every shipped spec, and tiny and tiny2 in f32 too.
+    Without SPEC: every shipped spec, and tiny, tiny2 and tiny-dflash in f32 too.
     """
     plans = plans_for(specs, compute)
     cache = Cache.default()

@@ -381,10 +381,11 @@ def _uses(decoded: Decoded) -> tuple[BudgetUse, ...]:
 def _summary(report: Generated, engine: Engine) -> str:
     weights = size_text(sum(weight.total_bytes for weight in (*engine.plan.weights, *engine.plan.draft_weights)))
     times = report.timings
+    forwards = "1 forward" if report.target_forwards == 1 else f"{report.target_forwards} forwards"
     lines = [
         f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; kernels {times.build:.1f} s, weights {times.load:.1f} s",
         f"{report.prompt_tokens} prompt tokens in {times.prefill:.3f} s, {len(report.tokens)} new ones in {times.decode:.3f} s"
-        f"{' (end of sequence)' if report.stopped else ' (interrupted)' if report.interrupted else ''}: {report.target_forwards} forwards"
+        f"{' (end of sequence)' if report.stopped else ' (interrupted)' if report.interrupted else ''}: {forwards}"
         + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),
     ]
     if report.budget == "auto" and report.budgets:

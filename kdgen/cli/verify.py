@@ -29,7 +29,8 @@ def command(
     ctx: click.Context, specs: tuple[str, ...], backend: str | None, compute: Compute | None, models: int | None, seed: int,
     jobs: int | None, save: Path | None, fail_fast: bool, page: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Check generated kernels and whole decodes of each SPEC (a YAML file or a shipped name; tiny and tiny2 without any).
+    """Check generated kernels and whole decodes of each SPEC (a YAML file or a shipped name; without any tiny, tiny2 and small models
+    with what those lack).
 
     Every kernel runs alone against float64, and under the race checker. The model's logits are held against an oracle's, or float64.
     Draft-tree decoding must give plain decoding's tokens, logits and cache rows bit for bit. Exit code 1 if anything does not match.

@@ -120,6 +120,14 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         Group(Place(0, 3, 0, "127.0.0.1", free_port(), seconds=0.3))
 
 
+def test_nobody_waits_once_who_started_it_is_gone() -> None:
+    began = time.monotonic()
+    for rank in (0, 1):
+        with pytest.raises(KdgenError, match="the process that started the ranks is gone"):
+            Group(Place(rank, 2, rank, "127.0.0.1", free_port(), parent=os.getpid(), seconds=60))
+    assert time.monotonic() - began < 20
+
+
 def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, with what it waits for and how long."""
     monkeypatch.setattr("kdgen.ranks.NOTICE_SECONDS", 0.1)
@@ -166,7 +174,7 @@ def test_strangers_and_other_jobs_are_ignored() -> None:
     with pytest.raises(KdgenError, match="cannot reach rank 0"):
         Group(Place(1, 2, 1, "127.0.0.1", port, "theirs", seconds=0.5))
     thread.join()
-    assert outcome == ["ranks 1 of 2 did not come in 2 s"]
+    assert outcome == ["ranks 1 of 2 did not come in 2 s; KDGEN_JOIN_SECONDS gives them more"]
 
 
 def test_other_numbers_of_ranks_do_not_fit() -> None:
