@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from kdgen.bench import BenchReport, KernelTime, StepTime
 from kdgen.errors import KdgenError
-from kdgen.launch import run_ranks
+from kdgen.launch import own_command, run_ranks
 from kdgen.plan.shard import Exchange
 
 #: Kernels that wait for the other ranks, or that only several ranks have.
@@ -90,7 +89,7 @@ TITLES: dict[Exchange, str] = {"peer": "peer memory", "gather": "NCCL"}
 
 def _run(options: Sequence[str], ranks: int) -> BenchReport:
     """Rank 0's report. Raises KdgenError with what the ranks said when they fail."""
-    command = [sys.executable, "-c", "from kdgen.cli import main; main()", "bench", *options, "--json"]
+    command = own_command(["bench", *options, "--json"])
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, os.environ, output=output, errors=errors)
         for file in (output, errors):

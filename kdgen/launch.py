@@ -24,6 +24,11 @@ PATIENCE = 4.0
 _POLL = 0.05
 
 
+def own_command(arguments: Sequence[str]) -> list[str]:
+    """``kdgen`` with ``arguments``, by this interpreter."""
+    return [sys.executable, "-c", "from kdgen.cli import main; main()", *arguments]
+
+
 def run_ranks(
     command: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, *,
     given: bytes | None = None, output: IO[bytes] | None = None, errors: IO[bytes] | None = None,

@@ -64,9 +64,10 @@ struct Inputs {
 };
 
 // Adds the total of the ranges before to a range's sum, and keeps it.
-__device__ __forceinline__ void add_range(float (&sum)[TOKENS / 2], float4 (*total)[BLOCK], int range) {
+template <int FLOATS>
+__device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[BLOCK], int range) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; ++i) {
+  for (int i = 0; i < FLOATS / 4; ++i) {
     float4* mine = &total[i][threadIdx.x];
     float4 before{};
     if (range > 0) before = *mine;

@@ -74,7 +74,7 @@ struct Group {
   }
 };
 
-constexpr int STEP_INPUTS = 64;
+constexpr int STEP_INPUTS = PARTS * PART_INPUTS;
 constexpr int STAGE_STEPS = 1;  // steps that come at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
@@ -195,7 +195,7 @@ struct Loader {
         if (at + 512 <= STAGE_BYTES || at + lane * 16 < STAGE_BYTES)
           cp_async_16(shared->weights[warp][slot] + at + lane * 16, weights + at, true);
       const bool there =
-          COLS % STEP_INPUTS == 0 || stage * STAGE_STEPS * STEP_INPUTS + (int)threadIdx.x % PIECES * 8 < COLS;
+          !ODD_COLS || stage * STAGE_STEPS * STEP_INPUTS + (int)threadIdx.x % PIECES * 8 < COLS;
       cp_async_16(&shared->piece[slot][threadIdx.x], inputs, has_token && there);
       weights += STAGE_BYTES, inputs += STAGE_STEPS * STEP_INPUTS, ++brought;
       if (++stage == STAGES) {
@@ -285,7 +285,8 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       const Weights step_weights(weights, lane);
 #pragma unroll
       for (int half = 0; half < PARTS; ++half) {
-        if (COLS % 64 != 0 && (range * RANGE_STAGES + range_stage) * 64 + half * 32 >= COLS) break;
+        if (ODD_COLS && (range * RANGE_STAGES + range_stage) * STEP_INPUTS + half * PART_INPUTS >= COLS)
+          break;
         const Group group(step_weights, half);
         const u64 first = inputs + wgmma_offset(half * 64), second = first + wgmma_offset(32);
         float group_sum[WIDTH / 2];

@@ -21,12 +21,16 @@ constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step h
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
+__device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* bytes) {
+  const uint4 four = *reinterpret_cast<const uint4*>(bytes);
+  a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+}
+
 struct Weights {  // of a lane, for a step
   u32 a[4];
 
   __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
-    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
-    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+    fragment_of(a, step + lane * 16);
   }
   // sum += weights * inputs for 8 tokens
   __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {
@@ -35,7 +39,7 @@ struct Weights {  // of a lane, for a step
   }
 };
 
-constexpr int STEP_INPUTS = 16;
+constexpr int STEP_INPUTS = PARTS * PART_INPUTS;
 constexpr int STAGE_STEPS = 1;  // steps that come at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
@@ -156,7 +160,7 @@ struct Loader {
         if (at + 512 <= STAGE_BYTES || at + lane * 16 < STAGE_BYTES)
           cp_async_16(shared->weights[warp][slot] + at + lane * 16, weights + at, true);
       const bool there =
-          COLS % STEP_INPUTS == 0 || stage * STAGE_STEPS * STEP_INPUTS + (int)threadIdx.x % PIECES * 8 < COLS;
+          !ODD_COLS || stage * STAGE_STEPS * STEP_INPUTS + (int)threadIdx.x % PIECES * 8 < COLS;
       cp_async_16(&shared->piece[slot][threadIdx.x], inputs, has_token && there);
       weights += STAGE_BYTES, inputs += STAGE_STEPS * STEP_INPUTS, ++brought;
       if (++stage == STAGES) {
@@ -239,10 +243,7 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
       const u64 inputs = wgmma_tile(shared->x[now % X_SLOTS], 0);
       u32 a[STAGE_STEPS][4];
 #pragma unroll
-      for (int s = 0; s < STAGE_STEPS; ++s) {
-        const uint4 four = *reinterpret_cast<const uint4*>(weights + s * STEP_BYTES + lane * 16);
-        a[s][0] = four.x, a[s][1] = four.y, a[s][2] = four.z, a[s][3] = four.w;
-      }
+      for (int s = 0; s < STAGE_STEPS; ++s) fragment_of(a[s], weights + s * STEP_BYTES + lane * 16);
       wgmma_fence(sum);
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), true);

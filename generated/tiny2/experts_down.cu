@@ -22,12 +22,16 @@ constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step h
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
 
+__device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* bytes) {
+  const uint4 four = *reinterpret_cast<const uint4*>(bytes);
+  a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+}
+
 struct Weights {  // of a lane, for a step
   u32 a[4];
 
   __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
-    const uint4 four = *reinterpret_cast<const uint4*>(step + lane * 16);
-    a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
+    fragment_of(a, step + lane * 16);
   }
   // sum += weights * inputs for 8 tokens
   __device__ __forceinline__ void add(float (&sum)[4], const Inputs& inputs) const {

@@ -13,6 +13,7 @@ from kdgen.bench_plot import plot
 from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
 from kdgen.build import write_whole
 from kdgen.cli.output import check_writable, emit_json, emit_table, status
+from kdgen.cli.ranks import agreed_ranks
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.model import need_same_plan, open_shard, random_model
@@ -72,13 +73,9 @@ def command(
         raise KdgenError("--plot shows kernels: leave out --no-kernels")
     check_writable(picture)
     place = place_in(os.environ)
-    ranks = place.ranks if place else tp or 1
-    if tp not in (None, ranks):
-        raise click.UsageError(f"--tp {tp}, and the launcher has started {ranks} ranks: leave --tp out, or let them agree")
+    ranks = agreed_ranks(place, tp, exchange)
     if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
         raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
-    if ranks == 1 and exchange is not None:
-        raise click.UsageError("--exchange is between ranks: add --tp")
     if ranks > 1 and place is None:
         check_shard(random_model(spec_name, layers, seed, draft).spec, Shard(ranks))
         _bench_ranks(ranks, exchange, _options(spec_name, layers, contexts, nodes, dtype, draft, seed), as_json)

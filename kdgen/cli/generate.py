@@ -20,6 +20,7 @@ from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.output import byte_progress, emit_json, size_text, status
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
+from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
 from kdgen.decode import Decoded, Decoder, decode_plain, same_rows
@@ -29,7 +30,7 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.launch import run_ranks
+from kdgen.launch import own_command, run_ranks
 from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
@@ -223,17 +224,11 @@ def command(
         raise click.UsageError("--system is a message of a chat: add --chat")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     place = place_in(os.environ)
-    if place is None and tp is not None and tp > 1:
+    ranks = agreed_ranks(place, tp, exchange)
+    if place is None and ranks > 1:
         spec = (random_model(model, layers) if random_weights else open_model(Path(model))).spec
-        check_shard(spec, Shard(tp))
-        command = [sys.executable, "-c", "from kdgen.cli import main; main()", *sys.argv[1:]]
-        ctx.exit(run_ranks(command, tp, given=_checked_input(prompt, prompt_ids, spec)))
-    if tp is not None and tp != (place.ranks if place else 1):
-        raise click.UsageError(
-            f"--tp {tp}, and the launcher has started {place.ranks if place else 1} ranks: leave --tp out, or let them agree"
-        )
-    if exchange is not None and place is None:
-        raise click.UsageError("--exchange is between ranks: add --tp")
+        check_shard(spec, Shard(ranks))
+        ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=_checked_input(prompt, prompt_ids, spec)))
     given = read_text(prompt) if prompt_ids is None and (place is None or place.rank == 0) else ""
     with joined(place) as group:
         rank = group.rank if group else 0

@@ -236,7 +236,12 @@ def _dense_ring(steps: int) -> Ring:
     return Ring(stage_steps, 8 // stage_steps, 4096)
 
 
-def _expert_split(steps: int, step_bytes: int, registers: int, most: int) -> tuple[int, bool, Ring]:
+def expert_step(int4: bool) -> tuple[int, int]:
+    """(inputs, bytes) of a step of an expert's row tile in tensor-core fragments, INT4 with its scales."""
+    return (64, 576) if int4 else (16, 512)
+
+
+def _expert_split(steps: int, step_bytes: int, registers: int, wgmma: bool) -> tuple[int, bool, Ring]:
     """(warps that split the inputs of an expert's row tile, whether their inputs stay in registers, how each streams its weights).
 
     ``registers``: of a lane for a step's inputs of 8 tokens. More warps a tile make tiles end sooner, so that all SMs end together, and
@@ -244,12 +249,12 @@ def _expert_split(steps: int, step_bytes: int, registers: int, most: int) -> tup
     gate_up and down of 60 experts with 16 warps on 16 tiles 388, groups of 2 warps 360, of 4 363, of 8 400; down of 48 experts in groups
     of 4 120, of 8 whose inputs stay in registers 105.
     """
-    ways = [w for w in (8, 4, 2, 1) if w <= most and steps % w == 0 and (steps // w >= 4 or w == 1)]
+    most_warps, most_steps = (8, 4) if wgmma else (4, 2)  # other targets have less shared memory, and sm_120 spills at 4 steps
+    ways = [w for w in (8, 4, 2, 1) if w <= most_warps and steps % w == 0 and (steps // w >= 4 or w == 1)]
     held = next((w for w in ways if steps // w * registers <= 56), 0)
     warps = held or next(w for w in ways if w <= 4)
-    # a warp has two stages on their way and one in use; more steps of a stage at once are quicker, but sm_120 has not the registers
-    stage_steps = max(n for n in (4, 3, 2, 1) if n <= most // 2 and steps // warps % n == 0)
-    slots = 12 // stage_steps
+    stage_steps = max(n for n in (4, 3, 2, 1) if n <= most_steps and steps // warps % n == 0)
+    slots = 12 // stage_steps  # two stages of 4 steps on their way and one in use, or as much in smaller ones
     return warps, held > 0, Ring(stage_steps, slots, stage_steps * slots * step_bytes)
 
 
@@ -626,9 +631,9 @@ class Catalogue:
             )  # fmt: skip
             grid = (Extent(-(-outputs // 32)), active, ONE)
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
-        step_inputs, step_bytes = (64, 576) if int4 else (16, 512)
+        step_inputs, step_bytes = expert_step(int4)
         steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
-        warps, held, ring = _expert_split(steps, step_bytes, 8 if int4 else 2, 8 if self.mode.wgmma else 4)
+        warps, held, ring = _expert_split(steps, step_bytes, 8 if int4 else 2, self.mode.wgmma)
         group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
         groups = next(
             n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes <= (WGMMA_SMEM_LIMIT if self.mode.wgmma else SMEM_LIMIT)

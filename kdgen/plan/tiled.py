@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kdgen.plan import params
 from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
+from kdgen.plan.kernels import expert_step
 
 SUFFIX = "_tiled"
 #: Token rows from which on a forward uses the twins, by latent as in WGMMA_BLOCKS: small models have few, so that their tests cross it.
@@ -87,9 +88,10 @@ def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
 def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     """64 of an expert's tokens by 256 weight rows. A thread's registers hold a range's sums and a group's; the ranges' total is in shared
     memory, and so are the weights of a few stages, which have a long way from memory."""
-    range_steps = -(-p.cols // 64) // p.warps if p.int4 else p.cols // 16 // p.warps
+    step_inputs, step_bytes = expert_step(p.int4)
+    range_steps = -(-p.cols // step_inputs) // p.warps
     stage_steps = 1 if p.int4 else next(n for n in (4, 2, 1) if range_steps % n == 0)
-    stage_bytes = stage_steps * (576 if p.int4 else 512)
+    stage_bytes = stage_steps * step_bytes
     slots = 6 if p.int4 else 3
     tiles, totals = SLOTS * EXPERT_TOKENS * 128, EXPERT_TOKENS // 8 * WARPS * 32 * 16
     smem = tiles + totals + slots * WARPS * (32 * 16 + stage_bytes) + SLOTS * BARRIER_BYTES

@@ -12,7 +12,7 @@ from kdgen.plan.ir import MAX_NODES, MAX_PATH
 from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard, written_rows
 from kdgen.weights.pack import numpy_dtype
 
 Array = NDArray[Any]
@@ -22,6 +22,12 @@ CHECKS: Registry = {}
 CONTEXTS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, 200)
 FEW_CONTEXTS = (1, 33, 130)
 LONG_CONTEXTS = (255, 256, 257, 320)  #: the same, where splits are longer and a block's stages are filled again and again
+
+
+def drawn_angles(bench: Bench, positions: int, half: int) -> tuple[Array, Array]:
+    """Tables [positions, half] of cos and sin, with an amplitude."""
+    angles = np.arange(positions)[:, None] * bench.rng.uniform(0.01, 1, half)
+    return (1.25 * np.cos(angles)).astype(np.float32), (1.25 * np.sin(angles)).astype(np.float32)
 
 
 @for_template(CHECKS, ["rope_cache.cu.j2"])
@@ -37,8 +43,7 @@ def check_rope_cache(bench: Bench) -> None:
     kv_a *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)
     weight = bench.random("f32", p.kv_lora)
     q = bench.random(bench.act, most, p.heads, p.qk_head)
-    angles = np.arange(2 * most)[:, None] * bench.rng.uniform(0.01, 1, half)
-    cos, sin = (1.25 * np.cos(angles)).astype(np.float32), (1.25 * np.sin(angles)).astype(np.float32)
+    cos, sin = drawn_angles(bench, 2 * most, half)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -51,13 +56,10 @@ def check_rope_cache(bench: Bench) -> None:
         meta = [bench.input(values[rows]) for values in (sequence, positions, slots)]
         tables = [bench.input(table) for table in (weight, q_rows, cos, sin)]
         bench.launch(bench.integer(count), *meta, bench.input(source.reshape(-1)), *tables, cache, query, capacity, tokens=count)
-        got = bench.read(cache)
-        written = np.zeros((sequences, capacity), bool)
-        written[sequence[rows], slots[rows]] = True
-        bench.findings.untouched("kv_cache in other slots", got[~written])
+        written = written_rows(bench, bench.read(cache), sequence[rows], slots[rows])
         rotated = split_guard(bench, "query", bench.read(query), count)
         bench.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
-        return {"kv_cache": got[sequence[rows], slots[rows]], "query": rotated[..., p.kv_lora :]}
+        return {"kv_cache": written, "query": rotated[..., p.kv_lora :]}
 
     c, s = cos[positions], sin[positions]
     latent = ops.rmsnorm(kv_a[:, : p.kv_lora], weight, p.eps)

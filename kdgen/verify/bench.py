@@ -242,6 +242,14 @@ def split_guard(bench: Bench, name: str, values: Array, count: int) -> Array:
     return values[:count]
 
 
+def written_rows(bench: Bench, cache: Array, sequence: Array, slots: Array) -> Array:
+    """The rows at ``slots`` of each ``sequence`` of a cache [sequences, capacity, width], once the others are seen to be untouched."""
+    written = np.zeros(cache.shape[:2], bool)
+    written[sequence, slots] = True
+    bench.findings.untouched("kv_cache in other slots", cache[~written])
+    return np.asarray(cache[sequence, slots])
+
+
 Checker = Callable[[Bench], None]
 Registry = dict[str, Checker]
 

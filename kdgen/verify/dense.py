@@ -184,13 +184,14 @@ def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Ar
     check_rows(bench, run, {"y": (expected, np.zeros(1)), "residual": (np.zeros_like(expected), np.zeros(1))})
 
 
-@for_template(CHECKS, ["router_logits.cu.j2"])
+@for_template(CHECKS, ["router_logits.cu.j2", "router_logits_mma.cu.j2"])
 def check_router_logits(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
-    experts_a_block = p.block_experts
+    mma = bench.kernel.template == "router_logits_mma.cu.j2"
+    experts_a_block = 8 if mma else p.block_experts
     experts = bench.few(p.experts, SLICE_TILES * experts_a_block)
     hidden = bench.random(bench.act, most, p.hidden)
-    weight = bench.random("f32", experts, p.hidden, scale=p.hidden**-0.5)
+    weight = bench.random("bf16" if mma else "f32", experts, p.hidden, scale=p.hidden**-0.5)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)

@@ -10,20 +10,14 @@ from numpy.typing import NDArray
 
 from kdgen.reference import ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, split_guard
+from kdgen.verify.attention import drawn_angles
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, split_guard, written_rows
 from kdgen.verify.dense import interleaved
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
 
 CHECKS: Registry = {}
-EXPERTS_A_BLOCK = 8  #: of router_logits_mma
-
-
-def _angles(bench: Bench, positions: int, half: int) -> tuple[Array, Array]:
-    """Tables [positions, half] of cos and sin, with an amplitude."""
-    angles = np.arange(positions)[:, None] * bench.rng.uniform(0.01, 1, half)
-    return (1.25 * np.cos(angles)).astype(np.float32), (1.25 * np.sin(angles)).astype(np.float32)
 
 
 @for_template(CHECKS, ["linear_heads.cu.j2"])
@@ -34,7 +28,7 @@ def check_linear_heads(bench: Bench) -> None:
     x = bench.random("bf16", most, heads, cols + rope)
     w = bench.random("f32", heads, p.rows, cols, scale=cols**-0.5).astype(numpy_dtype("bf16"))
     packed, positions = pack_mma_a(w), bench.rng.permutation(2 * most)[:most].astype(np.int32)
-    cos, sin = _angles(bench, 2 * most, p.rope // 2)
+    cos, sin = drawn_angles(bench, 2 * most, p.rope // 2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -74,7 +68,7 @@ def check_norm_and_cache(bench: Bench) -> None:
     projected = bench.random("f32", most, norm.width + row)
     projected *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)
     gain, latent_gain = bench.random("f32", norm.width), bench.random("f32", p.kv_lora)
-    cos, sin = _angles(bench, 2 * most, p.rope // 2)
+    cos, sin = drawn_angles(bench, 2 * most, p.rope // 2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -84,11 +78,8 @@ def check_norm_and_cache(bench: Bench) -> None:
         q_a = bench.poisoned(bench.act, guard(count), norm.width)
         cache = bench.poisoned(bench.act, sequences, capacity, row)
         bench.launch(bench.integer(count), *inputs, q_a, cache, capacity, tokens=count)
-        got = bench.read(cache)
-        written = np.zeros((sequences, capacity), bool)
-        written[sequence[rows], slots[rows]] = True
-        bench.findings.untouched("kv_cache in other slots", got[~written])
-        return {"q_a": split_guard(bench, "q_a", bench.read(q_a), count), "kv_cache": got[sequence[rows], slots[rows]]}
+        written = written_rows(bench, bench.read(cache), sequence[rows], slots[rows])
+        return {"q_a": split_guard(bench, "q_a", bench.read(q_a), count), "kv_cache": written}
 
     q, latent, key = np.split(projected, [norm.width, norm.width + p.kv_lora], axis=1)
     query = ops.rmsnorm(q, gain, norm.eps)
@@ -107,38 +98,13 @@ def check_norm_and_cache(bench: Bench) -> None:
     )
 
 
-@for_template(CHECKS, ["router_logits_mma.cu.j2"])
-def check_router_logits(bench: Bench) -> None:
-    p, most = bench.p, max(bench.tokens)
-    experts = bench.few(p.experts, 2 * EXPERTS_A_BLOCK)
-    hidden, weight = _routed(bench, most, p.hidden, p.experts)
-
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
-        count = len(rows)
-        logits = bench.poisoned("f32", guard(count), p.experts)
-        grid = {0: -(-experts // EXPERTS_A_BLOCK)}
-        bench.launch(bench.integer(count), bench.input(hidden[rows]), bench.input(weight), logits, tokens=count, grid=grid)
-        got = split_guard(bench, "logits", bench.read(logits), count)
-        bench.findings.untouched("logits of other experts", got[:, experts:])
-        return {"logits": got[:, :experts]}
-
-    weight_used = weight[:experts]
-    error = tolerances.dot(tolerances.terms_norm(hidden, weight_used), p.hidden)
-    check_rows(bench, run, {"logits": (ops.linear(hidden, weight_used), error)})
-
-
-def _routed(bench: Bench, most: int, hidden: int, experts: int) -> tuple[Array, Array]:
-    """Inputs [most, hidden] and router weights [experts, hidden], both bf16."""
-    weight = bench.random("f32", experts, hidden, scale=hidden**-0.5).astype(numpy_dtype("bf16"))
-    return bench.random("bf16", most, hidden), weight
-
-
 @for_template(CHECKS, ["linear_and_router.cu.j2"])
 def check_linear_and_router(bench: Bench) -> None:
     """silu(gate) * up of a gated layer's first outputs, and the logits of all experts."""
     p, experts, most = bench.p.linear, bench.p.router.experts, max(bench.tokens)
     wanted = bench.few(p.rows // 2, SLICE_TILES * 8)
-    x, router = _routed(bench, most, p.cols, experts)
+    x = bench.random("bf16", most, p.cols)
+    router = bench.random("bf16", experts, p.cols, scale=p.cols**-0.5)
     w = bench.random("f32", 1, 2 * wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
     packed = pack_mma_a(interleaved(w, 8))
 

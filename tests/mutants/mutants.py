@@ -293,9 +293,9 @@ TEMPLATES = [
         ("only an expert's first tile of tokens", "if (++tile == tiles) {", "{"),
         ("an expert's second row group is the first", "++row_group == lists.row_groups) row_group = 0, ++active", "true) ++active"),
     ),
+    *_in("templates/lib/ranges.cuh.j2", ("a range's sum is lost", "if (range > 0) before = *mine;", "if (range > 1) before = *mine;")),
     *_in(
         "experts_wgmma",
-        ("a range's sum is lost", "if (range > 0) before = *mine;", "if (range > 1) before = *mine;"),
         ("rows with each other's scales", "group.scale_8 : group.scale,", "group.scale : group.scale_8,"),
         ("136 is taken off a step twice", "minus_136, second, true", "minus_136, first, true"),
         (
@@ -313,7 +313,6 @@ TEMPLATES = [
     ),
     *_in(
         "linear_wgmma",
-        ("a range's sum is lost", "if (range > 0) before = *mine;", "if (range > 1) before = *mine;"),
         ("one chain over all ranges", "range_stage + s > 0", "stage + s > 0"),
         ("inputs of a step in another order than weights", "make_uint2(held[i].x, held[i].z)", "make_uint2(held[i].x, held[i].y)"),
         ("waits for the slot's first stage alone", "(stage / SLOTS) & 1", "0"),
