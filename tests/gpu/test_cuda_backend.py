@@ -55,6 +55,17 @@ def floats(n: int) -> np.ndarray:
     return np.random.default_rng(n).standard_normal(n, dtype=np.float32)
 
 
+def test_l1_is_divided_by_what_kernels_need(cuda_backend: Backend) -> None:
+    """A driver left to itself would leave a small kernel behind a large one with the little L1 that the large one needs."""
+    assert isinstance(cuda_backend, CudaBackend)
+    if target_for(cuda_backend.arch).smem_per_block < BIG_SMEM:
+        pytest.skip(f"no block of this GPU may have {BIG_SMEM} bytes")
+    cuda_backend.load([SCALE, BIG])
+    share = {name: cuda_backend._kernels[name].attributes.preferred_shared_memory_carveout for name in ("scale", "big_smem")}
+    assert share["scale"] == 50
+    assert share["big_smem"] == -(-100 * (BIG_SMEM + 1024) // cuda_backend.gpu.shared_memory) > 50
+
+
 def test_what_it_says_of_itself(gpu: Backend) -> None:
     assert isinstance(gpu, CudaBackend)
     assert gpu.name == "cuda" and gpu.arch in gpu.description and gpu.gpu.multiprocessors > 0

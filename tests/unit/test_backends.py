@@ -47,7 +47,7 @@ class FakeDriver:
         return self._set(out, 80 << 30)
 
     def cuDeviceGetAttribute(self, out: object, attribute: int, device: int) -> int:
-        return self._set(out, {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute])
+        return self._set(out, {16: 132, 75: self.capability[0], 76: self.capability[1], 81: 228 << 10}[attribute])
 
     def _set(self, out: object, value: int) -> int:
         out._obj.value = value  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeDriver], None]:
 def test_a_gpu(driver: Callable[[FakeDriver], None]) -> None:
     driver(FakeDriver())
     gpu = find_gpu()
-    assert gpu == Gpu("NVIDIA Test", (9, 0), 132, 80 << 30, (13, 0)) and isinstance(gpu, Gpu) and gpu.arch == "sm_90a"
+    assert gpu == Gpu("NVIDIA Test", (9, 0), 132, 228 << 10, 80 << 30, (13, 0)) and isinstance(gpu, Gpu) and gpu.arch == "sm_90a"
     assert cuda_unusable() is None
 
 

@@ -41,7 +41,7 @@ class FakeGpu(CpuBackend, CudaBackend):
 
     def __init__(self) -> None:
         CpuBackend.__init__(self)
-        self.gpu = Gpu("fake", (9, 0), 2, 2**33, (13, 0))
+        self.gpu = Gpu("fake", (9, 0), 2, 228 << 10, 2**33, (13, 0))
         self.description = "fake GPU"
         self._count = 0
 
