@@ -409,7 +409,7 @@ class Engine:
         if arg.kind == "weight":
             return Pointer(self._weights[arg.name], arg.value)
         if arg.kind == "layer_weight":
-            return Pointer(self._weights[f"layers.{layer}.{arg.name}"])
+            return Pointer(self._weights[f"layers.{layer + arg.value}.{arg.name}"])
         array = self._buffers[arg.name]
         return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else arg.value)
 

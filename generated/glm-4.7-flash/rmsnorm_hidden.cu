@@ -20,28 +20,34 @@ struct alignas(sizeof(bf16) * VECTOR) Rounded {
 };
 static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
-__device__ __forceinline__ void load_gain(Vector (&gain)[ROUNDS], const float* weight) {
+__device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const float* weights) {
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(weight + i);
+    const uint4 four = load_ahead_16(weights + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int v = 0; v < 4; ++v) gain[r].values[v] = __uint_as_float(words[v]);
+    for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
   }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * gain
+__device__ __forceinline__ void load_row(Vector (&row)[ROUNDS], const float* x) {
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int i = (r * BLOCK + threadIdx.x) * VECTOR;
+    if (i < WIDTH) row[r] = *reinterpret_cast<const Vector*>(x + i);
+  }
+}
+
+// y = row / sqrt(mean(row^2) + eps) * gain; the block's threads meet once
 __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
-                                          const float* x, bf16* y) {
-  Vector row[ROUNDS];
+                                          const Vector (&row)[ROUNDS], bf16* y) {
   float square_sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    row[r] = *reinterpret_cast<const Vector*>(x + i);
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) square_sum = fmaf(row[r].values[v], row[r].values[v], square_sum);
   }
@@ -70,10 +76,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   allow_next_kernel();
   Vector gain[ROUNDS];
-  load_gain(gain, weight);  // weights wait for nobody
+  load_weights(gain, weight);  // they wait for nobody
   wait_for_previous_kernel();
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
-  normalise(warp_square_sum, gain, x + (size_t)token_row * X_STRIDE, y + (size_t)token_row * WIDTH);
+  Vector row[ROUNDS];
+  load_row(row, x + (size_t)token_row * X_STRIDE);
+  normalise(warp_square_sum, gain, row, y + (size_t)token_row * WIDTH);
 }
 }  // namespace rmsnorm_hidden

@@ -22,28 +22,34 @@ struct alignas(sizeof(bf16) * VECTOR) Rounded {
 };
 static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
-__device__ __forceinline__ void load_gain(Vector (&gain)[ROUNDS], const float* weight) {
+__device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const float* weights) {
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(weight + i);
+    const uint4 four = load_ahead_16(weights + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int v = 0; v < 4; ++v) gain[r].values[v] = __uint_as_float(words[v]);
+    for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
   }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * gain
+__device__ __forceinline__ void load_row(Vector (&row)[ROUNDS], const float* x) {
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int i = (r * BLOCK + threadIdx.x) * VECTOR;
+    if (i < WIDTH) row[r] = *reinterpret_cast<const Vector*>(x + i);
+  }
+}
+
+// y = row / sqrt(mean(row^2) + eps) * gain; the block's threads meet once
 __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
-                                          const float* x, bf16* y) {
-  Vector row[ROUNDS];
+                                          const Vector (&row)[ROUNDS], bf16* y) {
   float square_sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    row[r] = *reinterpret_cast<const Vector*>(x + i);
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) square_sum = fmaf(row[r].values[v], row[r].values[v], square_sum);
   }
@@ -118,13 +124,14 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
   SHARED_ARRAY(float, warp_square_sum, [norm::WARPS]);
   allow_next_kernel();
   norm::Vector gain[norm::ROUNDS];
-  norm::load_gain(gain, q_a_weight);  // weights wait for nobody
+  norm::load_weights(gain, q_a_weight);  // they wait for nobody
   wait_for_previous_kernel();
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
   if (blockIdx.y == 0) {
-    norm::normalise(warp_square_sum, gain, q_a_kv_a + (size_t)token_row * norm::X_STRIDE,
-                    q_a + (size_t)token_row * norm::WIDTH);
+    norm::Vector row[norm::ROUNDS];
+    norm::load_row(row, q_a_kv_a + (size_t)token_row * norm::X_STRIDE);
+    norm::normalise(warp_square_sum, gain, row, q_a + (size_t)token_row * norm::WIDTH);
     return;
   }
   const size_t angles = (size_t)row_position[token_row] * cache::HALF;

@@ -104,9 +104,9 @@ class Arg:
     """A launch argument.
 
     ``buffer``/``weight``: pointer to the named tensor, ``value`` bytes behind its start. ``layer_buffer``: pointer to the named
-    buffer's slice for the current layer (its leading dimension). ``layer_weight``: pointer to weight ``layers.<current layer>.<name>``.
-    ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds them (an int32). ``ranks``: pointer to the addresses
-    of the named buffer on every rank, 8 bytes each.
+    buffer's slice for the current layer (its leading dimension). ``layer_weight``: pointer to weight ``layers.<i>.<name>`` of
+    the layer ``value`` layers behind the current one. ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds
+    them (an int32). ``ranks``: pointer to the addresses of the named buffer on every rank, 8 bytes each.
     """
 
     kind: ArgKind

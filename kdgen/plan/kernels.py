@@ -171,6 +171,17 @@ def caches_beside(spec: Spec, mode: Mode) -> bool:
     return holds_heads(spec, mode) and spec.q_lora_rank is not None
 
 
+#: Most ranks whose sums few rows have in one launch with the norm behind them: a row is one block's, and a multiprocessor sends 57 KB of
+#: K2.6's to each of the others. With four it is busy for longer than the other launch takes; arithmetic, not measured.
+NORMED_RANKS = 2
+NORMED = "_norm"  #: suffix of a sum over ranks with the norm behind it
+
+
+def norms_sums(ranks: int, exchange: Exchange) -> bool:
+    """Whether forwards of few rows normalise in the launch that sums over ranks."""
+    return exchange == "peer" and 1 < ranks <= NORMED_RANKS
+
+
 ROUTER_BESIDE = "shared_gate_up_proj_and_router"
 CHOICE_BESIDE = "shared_down_proj_and_choice"
 
@@ -697,9 +708,13 @@ class Catalogue:
 
     def _joins(self) -> list[Kernel]:
         """Sums, choices and logits of all ranks. A bias that belongs to a sum over ranks is added there, once."""
-        found = [self._rank_sum("rank_sum", bias=False)]
+        sums = [self._rank_sum("rank_sum", bias=False)]
         if sums_biases(self.whole, self.ranks):
-            found.append(self._rank_sum("rank_sum_bias", bias=True))
+            sums.append(self._rank_sum("rank_sum_bias", bias=True))
+        found = list(sums)
+        if norms_sums(self.ranks, self.exchange):
+            used = sums if self.whole.attention_bias else sums[:1]
+            found += [self._sum_and_norm(each) for each in used]
         if self.exchange == "peer":
             found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]
         return [*found, self._rank_choice(), self._rank_logits()]
@@ -720,6 +735,15 @@ class Catalogue:
             peer = params.PeerSum(name, width, self.ranks, DIRECT_COPIES // (self.ranks - 1), bias, block)
             return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
         return Kernel(name, "rank_sum.cu.j2", params.RankSum(name, width, self.ranks, bias, block), block, grid, 0, cost, summary)
+
+    def _sum_and_norm(self, added: Kernel) -> Kernel:
+        """The sum ``added`` and the norm behind it, for few rows."""
+        norm, peer = self._norm("rmsnorm_hidden", self.spec.hidden_size), cast(params.PeerSum, added.params)
+        p = params.PeerSumNorm(
+            added.name + NORMED, added.name, cast(params.RmsNorm, norm.params), self.ranks, column_blocks(peer.width), peer.bias
+        )
+        cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
+        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary)
 
     def _rank_choice(self) -> Kernel:
         p = params.RankChoice("rank_choice", self.whole.vocab_size, self.ranks, 32)

@@ -447,6 +447,16 @@ class PeerSum:
 
 
 @dataclass(frozen=True)
+class PeerSumNorm:
+    name: str
+    sum: str
+    norm: RmsNorm
+    ranks: int
+    counters: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class PeerGather:
     name: str
     width: int

@@ -15,6 +15,7 @@ from kdgen.plan.kernels import (
     CACHE_BESIDE,
     CHOICE_BESIDE,
     FEW,
+    NORMED,
     ROUTER_BESIDE,
     Mode,
     attention_splits,
@@ -22,6 +23,7 @@ from kdgen.plan.kernels import (
     column_blocks,
     has_bf16_router,
     holds_heads,
+    norms_sums,
     routes_beside,
     top_k_parts,
 )  # fmt: skip
@@ -293,14 +295,25 @@ def _forward(
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
     if groups > 1:
         start = (*start, launch("row_groups", *_buffers("num_tokens group_rows"), integer(groups)))
-    stages = [Stage(start), Stage(embedding(spec, limits, shard))]
-    if dense:
-        stages.append(Stage((*attention, *_dense_mlp(limits, shard)), (0, dense)))
-    if spec.has_moe:
-        stages.append(Stage((*attention, *_moe(spec, mode, limits, shard, few)), moe))
     head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
-    stages.append(Stage((_norm(weight("norm")), head)))
-    return tuple(stages)
+    norm, last = _norm(layer_weight("input_layernorm")), spec.num_hidden_layers - 1
+    layers = []
+    if dense:
+        layers.append((_dense_mlp(limits, shard), (0, dense)))
+    if spec.has_moe:
+        layers.append((_moe(spec, mode, limits, shard, few), moe))
+    if not (few and norms_sums(shard.ranks, shard.exchange)):
+        inside = (Stage((norm, *attention, *mlp), span) for mlp, span in layers)
+        return Stage(start), Stage(embedding(spec, limits, shard)), *inside, Stage((_norm(weight("norm")), head))
+    # a layer's last sum is normalised for the next one, or for the head
+    stages = [Stage(start), Stage(_normed(embedding(spec, limits, shard), norm))]
+    following = _norm(replace(layer_weight("input_layernorm"), value=1))
+    for mlp, (first, stop) in layers:
+        if first < min(stop, last):
+            stages.append(Stage((*attention, *_normed(mlp, following)), (first, min(stop, last))))
+        if stop > last:
+            stages.append(Stage((*attention, *_normed(mlp, _norm(weight("norm")))), (last, stop)))
+    return (*stages, Stage((head,)))
 
 
 def embedding(spec: Spec, limits: Limits, shard: Shard) -> tuple[Launch, ...]:
@@ -324,12 +337,19 @@ def _norm(gain: Arg) -> Launch:
     return launch("rmsnorm_hidden", *_buffers("num_tokens residual"), gain, buffer("hidden"))
 
 
+def _normed(launches: tuple[Launch, ...], norm: Launch) -> tuple[Launch, ...]:
+    """``launches``, the last of which is a sum over ranks, with ``norm`` behind it, both in one launch."""
+    *before, added = launches
+    return *before, launch(added.kernel + NORMED, *added.args, *norm.args[2:])
+
+
 def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
     extra = (layer_weight(f"{name}_bias"),) if bias else ()
     return launch(name, *_buffers(f"num_tokens {x}"), layer_weight(name), *extra, buffer(y))
 
 
 def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, groups: int) -> tuple[Launch, ...]:
+    """From the normalised residual to the one behind attention."""
     capacity = integer(limits.capacity)
     if spec.q_lora_rank is None:
         queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
@@ -362,14 +382,15 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
         )
         *inputs, target = absorb.args
         queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
+    norm = _norm(layer_weight("post_attention_layernorm"))
     attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None)]
-    out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias),)
+    out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias), norm)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
-        out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
-    return (
-        _norm(layer_weight("input_layernorm")), *queries, *attend, values, *out, _norm(layer_weight("post_attention_layernorm")),
-    )  # fmt: skip
+        added = summed("attention", limits, shard, bias)
+        added = _normed(added, norm) if few and norms_sums(shard.ranks, shard.exchange) else (*added, norm)
+        out = (_linear("o_proj", "attention", "attention_part"), *added)
+    return *queries, *attend, values, *out
 
 
 def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> tuple[Launch, Launch]:

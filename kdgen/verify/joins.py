@@ -5,11 +5,13 @@ Those run as rank 1 of their ranks, whose inboxes are all in this process's memo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.plan.params import PeerSum
+from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
 
@@ -164,6 +166,63 @@ def check_peer_sum(bench: Bench) -> None:
     terms = [*parts.astype(np.float64), residual, *([] if bias is None else [np.broadcast_to(bias, residual.shape)])]
     error = tolerances.EPS32 * (len(terms) + 1) * np.abs(terms).sum(axis=0)
     check_rows(bench, run, {"residual": (np.sum(terms, axis=0), error)})
+
+
+def _sent_order(width: int, block: int, vector: int) -> NDArray[np.int64]:
+    """The columns of a row in the order in which peer_sum_norm's threads send them: of each round of vectors the threads' first words,
+    two where a vector has four, then their next."""
+    together, rounds = min(2, vector), [first + np.arange(min(block * vector, width - first)) for first in range(0, width, block * vector)]
+    return np.concatenate([columns.reshape(-1, vector // together, together).swapaxes(0, 1).reshape(-1) for columns in rounds])
+
+
+@for_template(CHECKS, ["peer_sum_norm.cu.j2"])
+def check_peer_sum_norm(bench: Bench) -> None:
+    """The residual and its norm, with the bits of the two kernels that do one each."""
+    p, norm, most = bench.p, bench.p.norm, max(bench.tokens)
+    parts, residual = bench.random("f32", p.ranks, most, norm.width), bench.random("f32", most, norm.width)
+    parts *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)  # the smallest rows are where eps counts
+    residual *= np.float32(0.01)
+    bias, gain = bench.random("f32", norm.width) * np.float32(0.01) if p.bias else None, bench.random("f32", norm.width)
+    order, blocks = _sent_order(norm.width, norm.block, norm.vector), p.counters
+    extra = [] if bias is None else [bias]
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        start = poison("f32", guard(count), norm.width)
+        start[:count] = residual[rows]
+        x, y, inboxes = (
+            bench.input(start),
+            bench.poisoned(bench.act, guard(count), norm.width),
+            _Inboxes(bench, parts[..., order], rows, blocks),
+        )
+        places = (bench.input(parts[_RANK, rows]), inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
+        bench.launch(bench.integer(count), *places, *map(bench.input, extra), x, bench.input(gain), y, tokens=count)
+        inboxes.check(parts[_RANK, rows][:, order])
+        return {"residual": split_guard(bench, "residual", bench.read(x), count), "y": split_guard(bench, "y", bench.read(y), count)}
+
+    terms = [*parts.astype(np.float64), residual, *(np.broadcast_to(each, residual.shape) for each in extra)]
+    whole, error = np.sum(terms, axis=0), tolerances.EPS32 * (len(terms) + 1) * np.abs(terms).sum(axis=0)
+    expected = ops.rmsnorm(whole, gain, norm.eps)
+    root = np.sqrt(np.square(whole).mean(axis=1, keepdims=True) + norm.eps)  # an element's own error, and that of the root
+    off = np.abs(gain) * error / root + np.abs(expected) * error.max(axis=1, keepdims=True) / root
+    off = off + tolerances.normed(expected, norm.width) + tolerances.stored(expected, norm.act)
+    check_rows(bench, run, {"residual": (whole, error), "y": (expected, off)})
+    _same_apart(bench, run(np.arange(most)), parts, residual, extra, gain)
+
+
+def _same_apart(bench: Bench, found: dict[str, Array], parts: Array, residual: Array, extra: list[Array], gain: Array) -> None:
+    """What the sum and the norm leave as a launch each has the bits ``found``."""
+    added, norm, rows = bench.plan.kernel(bench.p.sum), bench.plan.kernel(bench.p.norm.name), np.arange(len(residual))
+    count, x, y = bench.integer(len(rows)), bench.input(residual), bench.poisoned(bench.act, *residual.shape)
+    summing = np.arange(residual.shape[1]) // 32 * bench.p.ranks // -(-residual.shape[1] // 32)
+    totals = np.add.accumulate(parts, axis=0)[-1]
+    direct = len(rows) <= cast(PeerSum, added.params).direct_rows
+    inboxes = _Inboxes(bench, np.where(direct | (summing == _RANK), parts, totals), rows, bench.p.counters)
+    places = (bench.input(parts[_RANK]), inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
+    bench.launch(count, *places, *map(bench.input, extra), x, tokens=len(rows), kernel=added)
+    bench.launch(count, x, bench.input(gain), y, tokens=len(rows), kernel=norm)
+    bench.findings.same_bits(f"residual of {added.name}", found["residual"], bench.read(x))
+    bench.findings.same_bits(f"y of {norm.name}", found["y"], bench.read(y))
 
 
 @for_template(CHECKS, ["peer_gather.cu.j2"])

@@ -59,12 +59,12 @@ def check_ranks(
         if code:
             raise KdgenError(f"{ranks} ranks of {spec.name} ended with {code}: {errors.read().decode(errors='replace').strip()}")
         found = [[Check(**values) for values in checks] for checks in json.loads(output.read())]
-    return [_together(each, ranks) for each in zip(*found, strict=True)]
+    return [_together(each, f"{ranks} ranks, {exchange}") for each in zip(*found, strict=True)]
 
 
-def _together(found: Sequence[Check], ranks: int) -> Check:
+def _together(found: Sequence[Check], who: str) -> Check:
     """One check as all ranks made it."""
-    name, first = f"{ranks} ranks: {found[0].name}", found[0]
+    name, first = f"{who}: {found[0].name}", found[0]
     for rank, check in enumerate(found):
         if check.status != "ok":
             return replace(check, part="ranks", name=name, why=f"rank {rank}: {check.why}")

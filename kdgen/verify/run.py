@@ -19,6 +19,7 @@ from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
+from kdgen.plan.params import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
@@ -235,8 +236,8 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
 
 
 def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
-    """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower; and
-    those for some targets, whose attention has other tiles for a rank's heads."""
+    """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower, and
+    those that these are held to; and those for some targets, whose attention has other tiles for a rank's heads."""
     if shard_obstacles(spec, RANKS) or (plan.compute == "bf16" and mma_obstacles(part_of(spec, RANKS))):
         return []
     found: list[Plan] = []
@@ -245,7 +246,8 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
         shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1, exchange))
         kernels = tuple(each for each in shared.kernels if each not in seen and each.template in RANK_TEMPLATES)
         seen += kernels
-        found.append(replace(shared, kernels=kernels))
+        held_to = {each.params.norm.name for each in kernels if isinstance(each.params, PeerSumNorm)}
+        found.append(replace(shared, kernels=tuple(each for each in shared.kernels if each in kernels or each.name in held_to)))
     known = [kernel for special in plan.special for kernel in special.kernels]
     for special in shared.special:
         own = tuple(each for each in own_kernels(special, shared).kernels if each not in known and not is_twin(each))
@@ -255,13 +257,15 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
 
 def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
     """Processes that share ``spec``, on this machine's CPU wherever the other checks ran: bits among themselves, and an oracle's tokens."""
-    say(f"{spec.name} f32: {RANKS} ranks")
-    began, case = perf_counter(), _case_of(spec)
-    try:
-        yield from check_ranks(spec, "f32", RANKS, case.name if case else "")
-    except KdgenError as error:
-        why, seconds = str(error), perf_counter() - began
-        yield Check(spec.name, "f32", "ranks", f"{RANKS} ranks", "cpu", "failed", why=why, seconds=seconds)
+    case = _case_of(spec)
+    for exchange, situations in zip(EXCHANGES, (2, 1), strict=True):
+        say(f"{spec.name} f32: {RANKS} ranks, {exchange}")
+        began = perf_counter()
+        try:
+            yield from check_ranks(spec, "f32", RANKS, case.name if case else "", situations=situations, exchange=exchange)
+        except KdgenError as error:
+            why, seconds = str(error), perf_counter() - began
+            yield Check(spec.name, "f32", "ranks", f"{RANKS} ranks, {exchange}", "cpu", "failed", why=why, seconds=seconds)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------------

@@ -495,6 +495,15 @@ TEMPLATES = [
         ("parts go to the turn before", "reinterpret_cast<u64*>(inboxes[rank]) + turn", "reinterpret_cast<u64*>(inboxes[rank])"),
     ),
     *_in(
+        "peer_sum_norm",
+        ("the round is kept for the first columns alone", "threadIdx.x < COUNTERS) my_rounds", "threadIdx.x < 1) my_rounds"),
+        ("parts go to the turn before", "[(my_rank + other) % RANKS]) + turn", "[(my_rank + other) % RANKS])"),
+        ("the last vectors as far apart as the others", "min(BLOCK, WIDTH / VECTOR - r * BLOCK)", "BLOCK"),
+        ("the norm of what was there before", "  normalise(warp_square_sum, gain, row,", "  normalise(warp_square_sum, gain, parts[0],"),
+        ("one part for all of it", "(my_rank + other) % RANKS == rank", "(my_rank + other) % RANKS != rank"),
+        ("the bias once a rank", "      sum += added[r].values[v];", "      sum += RANKS * added[r].values[v];"),
+    ),
+    *_in(
         "rank_choice",
         ("ties between ranks to the higher id", "theirs[1] < token", "theirs[1] > token"),
         ("ranks' rows as many as there are tokens", "rank * rows + token_row", "rank * *num_tokens + token_row"),
@@ -754,6 +763,7 @@ PLAN = [
             '_norm(layer_weight("input_layernorm"))',
             "together",
         ),
+        ("a layer's own norm behind it", 'layer_weight("input_layernorm"), value=1)', 'layer_weight("input_layernorm"))', "ranks"),
         (
             "rotated before they are made",
             "queries = *queries, rope, absorb",

@@ -59,9 +59,14 @@ def test_attention_of_few_heads_on_wgmma(ranks: int) -> None:
     assert not problems(check_ranks(spec, "bf16", ranks, situations=3, family="sm_90a"))
 
 
-def test_through_the_ranks_memory() -> None:
-    """The kernels that send words to the other ranks and wait for theirs."""
-    assert not problems(check_ranks(load_spec("tiny2"), "f32", 2, situations=1, exchange="peer"))
+@pytest.mark.parametrize(
+    ("name", "compute", "ranks"), [("tiny2", "f32", 2), ("tiny-v2", "bf16", 2), ("tiny-dflash", "bf16", 2), ("twelve", "f32", 3)]
+)
+def test_through_the_ranks_memory(name: str, compute: Compute, ranks: int) -> None:
+    """The kernels that send words to the other ranks and wait for theirs; of two, decoding normalises in those that sum, prefill does not,
+    and their bits are equal."""
+    spec = twelve() if name == "twelve" else next((spec for spec in variants() if spec.name == name), None) or load_spec(name)
+    assert not problems(check_ranks(spec, compute, ranks, situations=1, exchange="peer"))
 
 
 def test_in_any_order_of_threads() -> None:

@@ -66,7 +66,7 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
         if arg.kind in ("weight", "layer_weight"):
             tensor = weights[arg.name]
             assert read_only and (tensor.layers is not None) == (arg.kind == "layer_weight")
-            assert tensor.layers is None or tensor.layers[0] <= layer < tensor.layers[1]
+            assert tensor.layers is None or tensor.layers[0] <= layer + arg.value < tensor.layers[1]
             assert pointer[:-1] in POINTERS[tensor.dtype]
         elif arg.kind == "ranks":
             assert declared == "const u64*" and buffers[arg.name].role == "inbox"
@@ -99,7 +99,7 @@ def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
     assert {arg.name for arg, _ in args if "buffer" in arg.kind or arg.kind == "ranks"} | gathered == {
         buffer.name for buffer in plan.buffers
     }
-    read = {(arg.name, layer if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
+    read = {(arg.name, layer + arg.value if arg.kind == "layer_weight" else 0) for arg, layer in args if "weight" in arg.kind}
     weights = (*plan.weights, *plan.draft_weights)
     assert read == {(weight.name, layer) for weight in weights for layer in range(*(weight.layers or (0, 1)))}
 

@@ -11,8 +11,8 @@ import pytest
 
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Weight
-from kdgen.plan.shard import Shard
+from kdgen.plan.ir import Compute, Plan, Weight
+from kdgen.plan.shard import EXCHANGES, Shard
 from kdgen.render import render
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.variants import variants
@@ -138,6 +138,36 @@ def _logical(weight: Weight, layer: int, weights: Mapping[str, Any]) -> np.ndarr
 def test_numbers_of_ranks_that_do_not_divide_a_model(name: str, ranks: int, reason: str) -> None:
     with pytest.raises(KdgenError, match=reason):
         build_plan(load_spec(name), shard=Shard(ranks))
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny2", "tiny-dflash", "k26"])
+def test_sums_of_two_ranks_have_their_norm_in_them(name: str) -> None:
+    """In decoding each norm of the residual is in the sum before it, and takes that norm's weights; prefill does one after the other."""
+    plan, apart = (build_plan(load_spec(name), shard=Shard(2, 1, exchange)) for exchange in EXCHANGES[::-1])
+    assert "rank_sum_norm" not in {kernel.name for kernel in apart.kernels}
+
+    def gains(plan: Plan, program: str, kernel: str) -> list[str]:
+        """The weights of the norms in ``kernel``, which stand before its last argument."""
+        found = []
+        for launch, layer in plan.program(program).launches():
+            if launch.kernel == kernel:
+                gain = launch.args[-2]
+                found.append(f"{layer + gain.value}.{gain.name}" if gain.kind == "layer_weight" else gain.name)
+        return found
+
+    for program in ("decode", "verify"):
+        kernels = [launch.kernel for launch, _ in plan.program(program).launches()]
+        norms = gains(plan, program, "rank_sum_norm")
+        assert norms == gains(apart, program, "rmsnorm_hidden") and len(norms) == 2 * load_spec(name).num_hidden_layers + 1
+        assert norms[-1] == "norm" and "rmsnorm_hidden" not in kernels
+        assert len(kernels) < len([launch for launch, _ in apart.program(program).launches()])
+    assert gains(plan, "prefill", "rmsnorm_hidden") == gains(apart, "prefill", "rmsnorm_hidden")
+    assert "rank_sum_norm" not in {launch.kernel for launch, _ in plan.program("prefill").launches()}
+
+
+def test_sums_of_more_ranks_are_launches_of_their_own() -> None:
+    plan = build_plan(load_spec("tiny"), shard=Shard(4, 0, "peer"))
+    assert "rank_sum" in {kernel.name for kernel in plan.kernels} and "rank_sum_norm" not in {kernel.name for kernel in plan.kernels}
 
 
 def test_groups_of_int4_are_not_cut() -> None:

@@ -198,6 +198,20 @@ EMU_UNCHECKED static inline bool word_is_there(const u64* from, u32 round, u32& 
   emu_pause();
   return false;
 }
+template <int N>
+EMU_UNCHECKED static inline void send_words(u64* to, const float* values, u32 round, EMU_HERE) {
+  for (int i = 0; i < N; ++i) send_word(to + i, __float_as_uint(values[i]), round, line);
+}
+template <int N>
+EMU_UNCHECKED static inline bool words_are_there(const u64* from, u32 round, float* values, EMU_HERE) {
+  bool all = true;
+  for (int i = 0; i < N; ++i) {
+    u32 word;
+    all = word_is_there(from + i, round, word, line) && all;
+    values[i] = __uint_as_float(word);
+  }
+  return all;
+}
 
 // ---- warps ----------------------------------------------------------------
 // the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
