@@ -13,13 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from kdgen.errors import Finding, SpecError
+from kdgen.errors import Finding, KdgenError, SpecError
 from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Positive, RopeScaling, Size, TensorGroup, findings, show
 
 #: Rows of a draft block, root included: candidates and tree paths are kept for no more.
 MAX_BLOCK = 16
 
 LayerType = Literal["full_attention", "sliding_attention"]
+
+
+def no_drafter(name: str) -> KdgenError:
+    """For a spec called ``name`` where a drafter is needed."""
+    return KdgenError(f"{name} has no drafter: add a draft: section to its spec (of `kdgen generate`, --draft DIR names a published one)")
 
 
 def _tuple(value: object) -> object:

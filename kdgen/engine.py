@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
+from kdgen.draft_spec import no_drafter
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
@@ -334,7 +335,7 @@ class Engine:
     def block_rows(self, proposal: BlockDraft) -> int:
         """Rows of a draft block. Raises KdgenError where there is no drafter, or it does not fill such blocks."""
         if self.spec.draft is None:
-            raise KdgenError(f"{self.spec.name} has no drafter: give it one with --draft DIR, or a draft: section")
+            raise no_drafter(self.spec.name)
         if not 2 <= proposal.block_size <= self.spec.draft.block_size:
             raise KdgenError(f"the drafter fills blocks of 2 … {self.spec.draft.block_size} rows, not {proposal.block_size}")
         if proposal.depths >= proposal.block_size:

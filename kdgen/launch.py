@@ -36,7 +36,8 @@ def run_ranks(
     """Run ``command`` once a rank and return the job's exit code, 0 when all ranks give 0.
 
     Rank 0 has ``given`` as its input, ``output`` as its stdout and ``errors`` as its stderr, or this process's own. What another rank
-    writes to stderr is kept, and goes to rank 0's when it is the one that failed. No rank is left when this returns or raises.
+    writes to stderr is kept, and goes to rank 0's when it is a traceback, or that rank has failed and rank 0 has not said why. No rank
+    is left when this returns or raises.
     """
     shared = dict(os.environ if environment is None else environment)
     shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": str(_free_port()), "KDGEN_JOB": secrets.token_hex(8)}
@@ -67,16 +68,22 @@ def run_ranks(
             return 0
         _wait_for(processes, PATIENCE)
         # ranks that a lost one took with them end with 2, too; the first to go knows why
-        code, log = processes[failed].returncode, said[failed]
-        stderr = errors or sys.stderr.buffer
-        if log is not None:
-            log.seek(0)
-            stderr.write(log.read())
+        code, stderr = processes[failed].returncode, errors or sys.stderr.buffer
+        texts = [b"" if log is None else _whole(log) for log in said]
+        if bug := next((text for text in texts if b"Traceback" in text), b""):
+            stderr.write(bug)  # a rank by itself knows where it is
+        elif code != 2 or processes[0].returncode != 2:  # else rank 0 has made the same mistake, or was told why, and has said so
+            stderr.write(texts[failed])
         if code < 0:
             with contextlib.suppress(ValueError):
                 stderr.write(f"kdgen: rank {failed} of {ranks} was ended by {signal.Signals(-code).name}\n".encode())
         stderr.flush()
         return max(code, 0) or 2
+
+
+def _whole(log: IO[bytes]) -> bytes:
+    log.seek(0)
+    return log.read()
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -16,7 +16,7 @@ from kdgen.backends.base import Backend
 from kdgen.backends.cuda import use_gpu
 from kdgen.config import load_config
 from kdgen.draft_config import load_draft_config
-from kdgen.draft_spec import DraftSpec
+from kdgen.draft_spec import DraftSpec, no_drafter
 from kdgen.engine import Engine
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan
@@ -24,7 +24,7 @@ from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.plan.tiled import CHUNK_TOKENS
 from kdgen.ranks import Group
-from kdgen.spec import Spec, load_spec
+from kdgen.spec import Spec, load_spec, shipped_specs
 from kdgen.tokenizer import TextFiles
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.pack import CheckpointWeights, PackedWeights
@@ -66,6 +66,8 @@ def open_model(path: Path) -> Model:
     Raises SpecError for a config, WeightError for weights that are damaged, incomplete or unsupported, with everything that is wrong.
     """
     if not path.exists():
+        if str(path) in shipped_specs():
+            raise KdgenError(f"{path}: a shipped spec, which has no weights: add --random-weights, or give a published model's folder")
         raise KdgenError(f"{path}: there is no such model; --model takes a folder with config.json and safetensors, or a .kdtr file")
     if path.suffix in (".yaml", ".yml", ".json"):
         raise KdgenError(f"{path}: describes a model and has no weights: add --random-weights, or give the model's folder")
@@ -79,11 +81,23 @@ def open_model(path: Path) -> Model:
     return Model(spec, CheckpointWeights(checkpoint.__getitem__), text=TextFiles.of_folder(path))
 
 
+def described(path: Path) -> Spec:
+    """The spec of a published model, its folder or its ``config.json``, with what the weights say of it where there are some.
+
+    Raises SpecError for a config, WeightError for weights that are damaged or incomplete.
+    """
+    spec = load_config(path)
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return spec
+    return _with_router_dtype(spec, Checkpoint(path))
+
+
 def _with_router_dtype(spec: Spec, checkpoint: Checkpoint) -> Spec:
     """A config does not say how the router is stored. One in float32 stays so: what it chooses must not depend on rounding."""
     if not spec.has_moe or spec.dtype == "float32":
         return spec
-    stored = {checkpoint.entry(f"model.layers.{layer}.mlp.gate.weight").dtype for layer in range(*spec.moe_layers)}
+    gates = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(*spec.moe_layers))
+    stored = {checkpoint.entry(gate).dtype for gate in gates if gate in checkpoint}
     return spec.model_copy(update={"router_dtype": "float32"}) if "F32" in stored else spec
 
 
@@ -117,7 +131,7 @@ def random_model(source: str, layers: int | None = None, seed: int = 0, draft: b
     path = Path(source)
     spec = load_config(path) if path.suffix == ".json" or (path / "config.json").exists() else load_spec(source)
     if draft and spec.draft is None:
-        raise KdgenError(f"{spec.name} describes no drafter: add a draft: section, or choose another --draft")
+        raise no_drafter(spec.name)
     if not draft:
         spec = spec.with_draft(None)
     if layers is not None:
@@ -176,8 +190,7 @@ def open_engine(
     Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
     backend cannot run or memory is short, WeightError for damaged weights.
     """
-    if model.compute and compute not in (None, model.compute):
-        raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
+    _need_compute(model, compute)
     opened, shard = open_shard(group, backend, seed, exchange)
     limits = Limits(max_context=context)
     plan = build_plan(model.spec, compute or model.compute, limits, shard)
@@ -198,6 +211,17 @@ def open_engine(
 
     engine = Engine(model.spec, plan, opened, model.weights, on_progress, model.draft_weights)
     return Opened(engine, loading - began, time.perf_counter() - loading)
+
+
+def check_plan(model: Model, context: int, compute: Compute | None, shard: Shard) -> None:
+    """Raises what ``open_engine`` does where the ranks of ``shard`` cannot have a plan of ``model`` or read its weights."""
+    _need_compute(model, compute)
+    model.weights.check(build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard))
+
+
+def _need_compute(model: Model, compute: Compute | None) -> None:
+    if model.compute and compute not in (None, model.compute):
+        raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
 
 
 def need_same_plan(group: Group, plan: Plan) -> None:

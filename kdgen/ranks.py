@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -53,12 +55,13 @@ class Place:
 def place_in(environment: Mapping[str, str]) -> Place | None:
     """The place that a launcher gave this process: torchrun's variables, Open MPI's, MPICH's or Slurm's; None when there is no other rank.
 
-    Raises KdgenError for variables that are no numbers or contradict each other, or where rank 0 cannot be found.
+    Raises KdgenError for variables that are no numbers, contradict each other or are half of a launcher's, or where rank 0 cannot be found.
     """
     for names in _LAUNCHERS:
         if names[0] in environment and names[1] in environment:
             break
     else:
+        _need_no_half(environment)
         return None
     rank, ranks = (_number(environment, name) for name in names[:2])
     if ranks == 1:
@@ -96,9 +99,20 @@ _LAUNCHERS = (
 )
 
 
+def _need_no_half(environment: Mapping[str, str]) -> None:
+    """Raises KdgenError when there is a rank without their number, or the other way round. Slurm gives a batch script, which is no step
+    of several tasks, a rank alone."""
+    for rank, ranks, _ in _LAUNCHERS:
+        here, missing = (rank, ranks) if rank in environment else (ranks, rank)
+        if here in environment and here != "SLURM_PROCID":
+            raise KdgenError(
+                f"the environment variable {here} is set and {missing} is not: ranks have both; set {missing}, or unset {here} for one rank"
+            )
+
+
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
-    if not text.isdecimal() or len(text) > 12:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 12:
         raise KdgenError(f"the environment variable {name} is {text!r}, no number")
     return int(text)
 
@@ -117,6 +131,8 @@ class Group:
         self._closed = False
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._peers: dict[int, _Peer] = {}  # of rank 0 all others, of others rank 0
+        if place.parent:
+            _go_on_without_parent()
         wait = _Wait(place)
         if self.rank == 0:
             self._accept(wait)
@@ -139,6 +155,9 @@ class Group:
                 _send(peer.talk, found)
             return found
         except (OSError, ValueError) as error:
+            deadline = time.monotonic() + BEAT_SECONDS
+            while not self.lost and time.monotonic() < deadline:  # the reason comes on another connection, maybe later
+                time.sleep(0.01)
             self.check()
             raise BackendError(f"rank {self.rank} lost its connection to the other ranks: {error}") from error
 
@@ -179,7 +198,9 @@ class Group:
             host = place.host if _is_local(place.host) else ""
             listener = socket.create_server((host, place.port), family=family, backlog=2 * self.ranks)
         except OSError as error:
-            raise KdgenError(f"rank 0 cannot listen on {place.host} port {place.port}: {error.strerror or error}; set KDGEN_PORT") from None
+            # create_server puts the address into strerror
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+            raise KdgenError(f"rank 0 cannot listen on {place.host} port {place.port}: {why}; set KDGEN_PORT to a free one") from None
         waiting: dict[tuple[int, str], socket.socket] = {}
         with listener:
             while len(waiting) < 2 * (self.ranks - 1):
@@ -360,6 +381,13 @@ class _Peer:
 
     talk: socket.socket
     life: socket.socket
+
+
+def _go_on_without_parent() -> None:
+    """Have the system send SIGCONT once the process that started this one is gone: a stopped rank would not notice, and be left."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT))
 
 
 def _is_local(host: str) -> bool:

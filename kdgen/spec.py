@@ -368,6 +368,8 @@ def _refuse(file: str, reason: str, key: str = "file", value: str = "") -> SpecE
 
 def read_text(path: Path, limit: int) -> str:
     file = path.name
+    if path.suffix in (".kdtr", ".safetensors"):
+        raise _refuse(str(path), "holds weights, and a description is wanted: a config.json or a spec; `kdgen inspect` shows what it holds")
     try:
         if path.is_dir():
             raise _refuse(str(path), "is a folder, not a file")
@@ -463,6 +465,11 @@ def parse_spec(text: str, file: str = "spec") -> Spec:
     return Spec.from_mapping(values, file)
 
 
+def shipped_specs() -> list[str]:
+    """Names that ``load_spec`` takes."""
+    return sorted(path.stem for path in specs_dir().glob("*.yaml"))
+
+
 def load_spec(source: str | Path) -> Spec:
     """A Spec from a YAML file, or from the bare name of a shipped one (``tiny``, ``k26``, …).
 
@@ -472,7 +479,6 @@ def load_spec(source: str | Path) -> Spec:
     if isinstance(source, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", source) and not path.is_file():
         shipped = specs_dir() / f"{source.removesuffix('.yaml')}.yaml"
         if not shipped.is_file() and not path.exists():
-            names = ", ".join(sorted(p.stem for p in specs_dir().glob("*.yaml")))
-            raise _refuse(source, f"neither a file nor a shipped spec; shipped are {names}")
+            raise _refuse(source, f"neither a file nor a shipped spec; shipped are {', '.join(shipped_specs())}")
         path = shipped if shipped.is_file() else path  # a folder of that name may be what was generated from it
     return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)

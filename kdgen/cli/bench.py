@@ -12,6 +12,7 @@ from kdgen.bench import BenchReport, StepTime, measure, measure_parts
 from kdgen.bench_plot import plot
 from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
 from kdgen.build import write_whole
+from kdgen.cli.options import IntRange, plain
 from kdgen.cli.output import check_writable, emit_json, emit_table, status
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.engine import Engine
@@ -25,9 +26,11 @@ from kdgen.ranks import joined, place_in
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,8") from error
+        if plain(text):
+            return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        pass
+    raise click.BadParameter(f"{text!r} is no list of numbers such as 1,8")
 
 
 def _optional_numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -39,21 +42,21 @@ _EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as to
 
 @click.command("bench")
 @click.argument("spec_name", metavar="SPEC")
-@click.option("--layers", type=click.IntRange(min=1), help="The first so many layers only.")
+@click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
 @click.option("--context", "contexts", default="4096", show_default=True, callback=_numbers, help="Tokens in the cache, several by comma.")
 @click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
 @click.option("--draft", is_flag=True, help="Time the drafter of the spec's draft: section and whole rounds, too.")
 @click.option("--experts", "distinct", callback=_optional_numbers, metavar="N,…", help=_EXPERTS_HELP)
-@click.option("--prefill", type=click.IntRange(min=1), metavar="TOKENS", help="Time a prompt of so many tokens, too.")
-@click.option("--chunk", type=click.IntRange(min=1), default=Limits().max_tokens, show_default=True, help="Prompt tokens of a forward.")
+@click.option("--prefill", type=IntRange(min=1), metavar="TOKENS", help="Time a prompt of so many tokens, too.")
+@click.option("--chunk", type=IntRange(min=1), default=Limits().max_tokens, show_default=True, help="Prompt tokens of a forward.")
 @click.option("--peers", is_flag=True, help="Time torch's way of doing the same work beside ours.")
 @click.option(
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg", help="Draw the kernels' bytes a second."
 )
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
-@click.option("--tp", type=click.IntRange(min=1), help="Time steps on so many GPUs that share the model, beside one GPU.")
+@click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
+@click.option("--tp", type=IntRange(min=1), help="Time steps on so many GPUs that share the model, beside one GPU.")
 @click.option("--exchange", type=click.Choice(EXCHANGES), help="How ranks exchange: peer memory or gathers by NCCL; --tp takes both.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/2, with --tp kdgen.bench-ranks/1).")
 def command(
@@ -76,19 +79,19 @@ def command(
     ranks = agreed_ranks(place, tp, exchange)
     if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
         raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
+    model = random_model(spec_name, layers, seed, draft)
+    check_shard(model.spec, Shard(ranks))
+    longest, most = max(*contexts, prefill or 0), model.spec.max_position_embeddings
+    if longest + max(nodes) > most:
+        raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
+    limits = Limits(chunk if prefill else Limits().max_tokens, min(longest + 1024, most))
     if ranks > 1 and place is None:
-        check_shard(random_model(spec_name, layers, seed, draft).spec, Shard(ranks))
+        build_plan(model.spec, dtype, limits, Shard(ranks))
         _bench_ranks(ranks, exchange, _options(spec_name, layers, contexts, nodes, dtype, draft, seed), as_json)
         return
     with status() as say, joined(place) as group:
-        model = random_model(spec_name, layers, seed, draft)
         say("opening the GPU")
         backend, shard = open_shard(group, "cuda", exchange=exchange)
-        room = max(*contexts, prefill or 0) + 1024
-        most = model.spec.max_position_embeddings
-        if max(*contexts, prefill or 0) + max(nodes) > most:
-            raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
-        limits = Limits(chunk if prefill else Limits().max_tokens, min(room, most))
         plan = build_plan(model.spec, dtype, limits, shard)
         if group is not None:
             need_same_plan(group, plan)

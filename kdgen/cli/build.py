@@ -8,6 +8,7 @@ import click
 
 from kdgen.build import DEFAULT_ARCHS, BuildReport, CheckReport, FolderReport, KernelReport, build, check, plans_for
 from kdgen.cache import Cache
+from kdgen.cli.options import IntRange
 from kdgen.cli.output import emit_json, emit_table, printable, progress, size_text, warn
 from kdgen.compile import Cubin
 from kdgen.plan.ir import Compute, Plan
@@ -20,7 +21,7 @@ from kdgen.plan.ir import Compute, Plan
 @click.option("--out", type=click.Path(path_type=Path), default="generated", show_default=True, help="Folder to write <spec>/ into.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; show what differs as a diff, and exit with 1 if anything does.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.build/1, or kdgen.check/1 with --check).")
-@click.option("--jobs", type=click.IntRange(min=1), help="Kernels compiled at a time (default: one a CPU).")
+@click.option("--jobs", type=IntRange(min=1), help="Kernels compiled at a time (default: one a CPU).")
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ import numpy as np
 
 from kdgen import __version__
 from kdgen.backends import backend_names
+from kdgen.cli.options import Float, FloatRange, Integer, IntRange
 from kdgen.cli.output import byte_progress, emit_json, size_text, status
 from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
@@ -31,11 +32,11 @@ from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDr
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.launch import own_command, run_ranks
-from kdgen.model import Opened, context_for, open_engine, open_model, random_model, with_drafter
+from kdgen.model import Opened, check_plan, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
 from kdgen.plan.tiled import CHUNK_TOKENS
-from kdgen.ranks import Group, joined, place_in
+from kdgen.ranks import Group, Place, joined, place_in
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.tokenizer import load_tokenizer
@@ -135,7 +136,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
         return None
     if text == "auto":
         return "auto"
-    if text.isdecimal() and int(text) < MAX_NODES:
+    if text.isascii() and text.isdecimal() and int(text) < MAX_NODES:
         return int(text)
     raise click.BadParameter(f"{text!r} is neither auto nor a number from 0 to {MAX_NODES - 1}")
 
@@ -147,7 +148,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 @click.option("--chat", is_flag=True, help="The prompt is a message, put into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message before it.")
 @click.option("--text", "as_text", is_flag=True, help="With --prompt-ids: print text, not token ids.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
+@click.option("--max-new-tokens", type=IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
 @click.option(
     "--draft",
     metavar="NAME|DIR",
@@ -156,35 +157,35 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
     callback=_drafter_name,
     help=f"Who proposes draft trees: {', '.join(DRAFTERS)}, or a published DFlash drafter's folder.",
 )
-@click.option(
-    "--draft-amplitude", type=click.FloatRange(min=0, min_open=True), help="Amplitude of a drafter's YaRN, instead of its config's."
-)
+@click.option("--draft-amplitude", type=FloatRange(min=0, min_open=True), help="Amplitude of a drafter's YaRN, instead of its config's.")
 @click.option("--chain", is_flag=True, help="A DFlash drafter's best token at each depth, and no tree.")
-@click.option("--error-rate", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="How often the replay drafter is wrong.")
+@click.option("--error-rate", type=FloatRange(0, 1), default=0.0, show_default=True, help="How often the replay drafter is wrong.")
 @click.option(
     "--budget",
     metavar="N|auto",
     callback=_budget,
     help=f"Most draft nodes of a tree; auto: as many as pay. [default: auto on a GPU, {CPU_BUDGET} on a CPU]",
 )
-@click.option("--block-size", type=click.IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
+@click.option("--block-size", type=IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
-@click.option("--context", type=click.IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
-@click.option("--chunk", type=click.IntRange(1, CHUNK_TOKENS), help="Most prompt tokens a forward; changes no bit.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the likeliest.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest tokens that together have this.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this part of the likeliest.")
-@click.option("--sample-seed", type=int, default=0, show_default=True, help="The same seed draws the same tokens, with drafts or without.")
+@click.option("--context", type=IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
+@click.option("--chunk", type=IntRange(1, CHUNK_TOKENS), help="Most prompt tokens a forward; changes no bit.")
+@click.option("--temperature", type=Float(), default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the likeliest.")
+@click.option("--top-k", type=Integer(), default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
+@click.option("--top-p", type=Float(), default=1.0, show_default=True, help="Draw from the likeliest tokens that together have this.")
+@click.option("--min-p", type=Float(), default=0.0, show_default=True, help="Leave out tokens less likely than this part of the likeliest.")
+@click.option(
+    "--sample-seed", type=Integer(), default=0, show_default=True, help="The same seed draws the same tokens, with drafts or without."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--check-exact", is_flag=True, help="Decode plainly too, and compare tokens and cache bits; exit code 1 if any differ.")
 @click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
-@click.option("--layers", type=click.IntRange(min=1), help="With --random-weights: the first so many layers only.")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
+@click.option("--layers", type=IntRange(min=1), help="With --random-weights: the first so many layers only.")
+@click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
 @click.option(
     "--tp",
-    type=click.IntRange(min=1),
+    type=IntRange(min=1),
     help="GPUs (or CPU processes) that share the model, started here unless torchrun, mpirun or srun did.",
 )
 @click.option(
@@ -225,26 +226,30 @@ def command(
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     place = place_in(os.environ)
     ranks = agreed_ranks(place, tp, exchange)
+    first = place is None or place.rank == 0
+    given = read_text(prompt) if prompt_ids is None and first else ""
+    with status() as say, _told(place):
+        say(f"opening {model}")
+        opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
+        if draft not in DRAFTERS:
+            opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
+        spec, files = opened_model.spec, opened_model.text
+        tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
+    check_shard(spec, Shard(ranks))  # which every rank finds alike, so that none waits for others
+
+    def prompt_tokens() -> tuple[int, ...]:
+        if prompt_ids is not None or tokenizer is None:
+            return read_prompt(prompt_ids or "", spec.vocab_size)
+        return encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size)
+
     if place is None and ranks > 1:
-        spec = (random_model(model, layers) if random_weights else open_model(Path(model))).spec
-        check_shard(spec, Shard(ranks))
-        ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=_checked_input(prompt, prompt_ids, spec)))
-    given = read_text(prompt) if prompt_ids is None and (place is None or place.rank == 0) else ""
+        room = context_for(spec, len(prompt_tokens()), max_new_tokens, context)
+        check_plan(opened_model, room, dtype, Shard(ranks))
+        piped = f"{given}\n".encode() if prompt_ids is None and prompt in (None, "-") else None
+        ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=piped))
     with joined(place) as group:
         rank = group.rank if group else 0
-        with status() as say:
-            say(f"opening {model}")
-            opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
-            if draft not in DRAFTERS:
-                opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
-            spec, files = opened_model.spec, opened_model.text
-            tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
-        if rank:
-            tokens = _from_first(group, ())
-        elif prompt_ids is not None or tokenizer is None:
-            tokens = _from_first(group, read_prompt(prompt_ids or "", spec.vocab_size))
-        else:
-            tokens = _from_first(group, encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size))
+        tokens = _from_first(group, () if rank else prompt_tokens())
         room = context_for(spec, len(tokens), max_new_tokens, context)
         if not rank:
             warn_of_room(room, len(tokens), max_new_tokens)
@@ -275,14 +280,14 @@ def command(
     ctx.exit(130 if interrupted else 1 if exact is False else 0)
 
 
-def _checked_input(prompt: str | None, prompt_ids: str | None, spec: Spec) -> bytes | None:
-    """What rank 0 is to read from stdin: a prompt that came there, else nothing. Raises what a prompt that cannot be does, before there
-    are ranks."""
-    if prompt_ids is not None:
-        read_prompt(prompt_ids, spec.vocab_size)
-        return None
-    text = read_text(prompt)
-    return f"{text}\n".encode() if prompt in (None, "-") else None
+@contextlib.contextmanager
+def _told(place: Place | None) -> Iterator[None]:
+    """While the block runs before the ranks meet, they do once it has failed: the others hear why, and need not wait for this one."""
+    try:
+        yield
+    except KdgenError:
+        with joined(place):
+            raise
 
 
 def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kdgen.build import write_whole
+from kdgen.cli.options import Float, IntRange
 from kdgen.cli.output import emit_json, emit_table, size_text
 from kdgen.config import load_config
 from kdgen.errors import KdgenError
@@ -22,11 +23,13 @@ CONTEXT = 4096  #: tokens in the cache, unless told
 @click.command("plan")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--gpu", default="h200", show_default=True, help=f"The GPU: {', '.join(each.name for each in gpu_models())}.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
-@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
-@click.option("--nodes", type=click.IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Nodes of a draft tree.")
-@click.option("--acceptance", type=float, default=0.8, show_default=True, help="How often the draft's best token is right, at each depth.")
-@click.option("--layers", type=click.IntRange(min=1), help="The first so many layers only.")
+@click.option("--tp", type=IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
+@click.option("--context", type=IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
+@click.option("--nodes", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Nodes of a draft tree.")
+@click.option(
+    "--acceptance", type=Float(), default=0.8, show_default=True, help="How often the draft's best token is right, at each depth."
+)
+@click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw speed-up over tree size.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.plan/1).")

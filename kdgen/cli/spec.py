@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kdgen.config import load_config
+from kdgen.model import described
 
 
 @click.command("spec", short_help="Print the spec of a published model as YAML.")
@@ -14,6 +14,7 @@ from kdgen.config import load_config
 def command(model: Path) -> None:
     """Print the spec of the published model in DIR (or of a config.json) as YAML, which other commands take as SPEC.
 
-    Only the description is read. Anything in it that kdgen does not know, or knows that its kernels do not compute, is refused.
+    Only the description is read, and of weights beside it in what type the router is stored, which no config says. Anything in it that
+    kdgen does not know, or knows that its kernels do not compute, is refused.
     """
-    click.echo(load_config(model).to_yaml(), nl=False)
+    click.echo(described(model).to_yaml(), nl=False)

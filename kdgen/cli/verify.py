@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from kdgen.backends import backend_names
+from kdgen.cli.options import IntRange
 from kdgen.cli.output import check_writable, console, emit_json, status
 from kdgen.plan.ir import Compute
 from kdgen.verify.report import SCHEMA, print_report
@@ -17,9 +18,9 @@ from kdgen.verify.report import SCHEMA, print_report
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels and decodes run; a GPU if there is one.")
 @click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="One compute type; without it, every one that fits.")
-@click.option("--fuzz", "models", type=click.IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
-@click.option("--jobs", type=click.IntRange(min=1), help="With --fuzz: processes; as many as there are cores without it.")
+@click.option("--fuzz", "models", type=IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
+@click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
+@click.option("--jobs", type=IntRange(min=1), help="With --fuzz: processes; as many as there are cores without it.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
 @click.option("--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained HTML page, too.")

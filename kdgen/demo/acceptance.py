@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kdgen.decode import decode_plain, decode_tree
 from kdgen.demo.prompts import read_prompts
+from kdgen.draft_spec import no_drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
@@ -52,7 +53,7 @@ def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int)
     """Chain, then trees. Raises KdgenError when a draft changes a token, which is a bug."""
     draft = engine.spec.draft
     if draft is None:
-        raise KdgenError(f"{engine.spec.name} has no drafter")
+        raise no_drafter(engine.spec.name)
     block, stop = draft.block_size, engine.spec.eos_token_id
     plain = [decode_plain(engine, prompt, new_tokens, stop).tokens for prompt in prompts]
     for method, drafter, budget in (

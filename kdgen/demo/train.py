@@ -44,7 +44,7 @@ from kdgen.demo.prompts import write_prompts
 from kdgen.demo.target import Parameters, Target
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.draft_config import published_draft_config
-from kdgen.draft_spec import DraftSpec
+from kdgen.draft_spec import DraftSpec, no_drafter
 from kdgen.errors import KdgenError
 from kdgen.spec import Spec, load_spec
 from kdgen.weights.quantize import quantize_model
@@ -283,7 +283,7 @@ def held_out_loss(target: Target, text: corpus.Text, settings: Settings) -> floa
 def train(settings: Settings, spec: Spec) -> None:
     """All of it; what is done already is not done again. Raises KdgenError when the spec has no drafter."""
     if spec.draft is None:
-        raise KdgenError(f"{spec.name} has no drafter to train: its spec needs a draft: section")
+        raise no_drafter(spec.name)
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     text = corpus.Text.load()

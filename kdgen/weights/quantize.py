@@ -71,6 +71,9 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     SpecError for a config, WeightError for weights that are damaged or not finite, KdgenError for a model that has no experts to
     quantize or when ``out`` is there already.
     """
+    if not source.is_dir():
+        what = "is no folder" if source.exists() else "there is no such folder"
+        raise KdgenError(f"{source}: {what}; `kdgen quantize` takes that of a published model, with config.json and safetensors")
     spec = load_config(source)
     checkpoint = Checkpoint(source)
     checkpoint.validate(spec)

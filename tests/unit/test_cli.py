@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -66,6 +67,32 @@ def test_usage_errors_are_2() -> None:
     for arguments in (("nope",), ("inspect",), ("inspect", "--nope", "x"), ("cache", "nope")):
         result = kdgen(*arguments)
         assert result.exit_code == 2 and "Traceback" not in result.output, arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "tiny", "--context", "\uff14"),
+        ("plan", "tiny", "--acceptance", "0.\uff15"),
+        ("plan", "tiny", "--tp", "1_0"),
+        ("bench", "tiny", "--nodes", "1,\u0668"),
+        ("demo", "tiny", "--error-rate", "\uff11"),
+        ("generate", "--model", "tiny", "--top-k", "\u0663"),
+        ("generate", "--model", "tiny", "--budget", "\uff15"),
+        ("generate", "--model", "tiny", "--random-weights", "--prompt-ids", "\uff15"),
+    ],
+)
+def test_numbers_are_in_plain_digits(arguments: tuple[str, ...]) -> None:
+    result = kdgen(*arguments)
+    assert result.exit_code == 2 and not result.stdout
+    assert re.search(r"is not a number in plain digits|is no list of numbers|is neither auto nor a number|is no integer", result.stderr)
+
+
+@pytest.mark.parametrize("command", ["plan", "spec", "build"])
+def test_weights_are_no_description(command: str, tmp_path: Path) -> None:
+    result = kdgen(command, str(tmp_path / "model.kdtr"))
+    assert result.exit_code == 2
+    assert "model.kdtr: file: holds weights, and a description is wanted: a config.json or a spec" in result.stderr
 
 
 def test_kdgen_errors_are_one_message_and_2(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_training_wants_a_drafter(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="training needs torch: pip install kdgen[train]")
     from kdgen.demo.train import Settings, train
 
-    with pytest.raises(KdgenError, match="tiny has no drafter to train"):
+    with pytest.raises(KdgenError, match="tiny has no drafter: add a draft: section"):
         train(Settings(tmp_path / "out"), load_spec("tiny"))
     assert not (tmp_path / "out").exists()
 

@@ -171,7 +171,7 @@ def test_blocks_that_the_drafter_cannot_fill(cpu_backend: Backend, proposal: Blo
 def test_without_a_drafter(cpu_backend: Backend) -> None:
     engine = engine_of(cpu_backend, spec=SPEC.with_draft(None))
     fill(engine, [0])
-    with pytest.raises(KdgenError, match="has no drafter: give it one with --draft DIR"):
+    with pytest.raises(KdgenError, match="has no drafter: add a draft: section"):
         engine.verify(BlockDraft(3, 4), 15)
 
 

@@ -170,7 +170,7 @@ def test_a_made_up_drafter() -> None:
 
 def test_drafters_that_are_none(model: Path, drafter: Path, tmp_path: Path) -> None:
     assert "add --random-weights, or name the drafter's folder" in refused(model, "--draft", "dflash")
-    assert "describes no drafter" in refused("tiny", "--random-weights", "--draft", "dflash")
+    assert "has no drafter: add a draft: section" in refused("tiny", "--random-weights", "--draft", "dflash")
     assert "is no DFlash drafter" in refused(model, "--draft", str(model))
     assert "--draft-amplitude belongs to a drafter's folder" in refused(model, "--draft-amplitude", "1.4")
     assert "--chain is for DFlash drafters" in refused(model, "--chain", "--draft", "ngram")
@@ -228,6 +228,21 @@ def test_spec_prints_what_load_spec_reads(model: Path) -> None:
     assert kdgen("spec", str(model / "config.json")).stdout == result.stdout
     missing = kdgen("spec", str(model / "nothing"))
     assert (missing.exit_code, missing.stdout) == (2, "")
+
+
+def test_spec_says_how_the_router_is_stored(tmp_path: Path) -> None:
+    """In float32 beside weights in bf16: the config does not know, and another router would be built for."""
+    weights: dict[str, NDArray[Any]] = dict(random_weights(SMALL, 5))
+    for key in weights:
+        if key.endswith("mlp.gate.weight"):
+            weights[key] = weights[key].astype(np.float32)
+    folder = write_model(tmp_path / "model", SMALL, weights)
+    assert parse_spec(kdgen("spec", str(folder)).stdout).router_dtype == "float32"
+    assert parse_spec(kdgen("spec", str(folder / "config.json")).stdout).router_dtype is None
+    (folder / "model.safetensors").unlink()
+    assert parse_spec(kdgen("spec", str(folder)).stdout).router_dtype is None
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    assert "model.safetensors" in kdgen("spec", str(folder)).stderr
 
 
 # ---- prompts and contexts ---------------------------------------------------------------------------------------------------
@@ -377,6 +392,7 @@ def test_damaged_models(tmp_path: Path, damage: Callable[[Path], object], said: 
 
 def test_things_that_are_no_model(tmp_path: Path) -> None:
     assert "there is no such model" in refused(tmp_path / "nothing")
+    assert "k26: a shipped spec, which has no weights: add --random-weights" in refused("k26")
     assert "describes a model and has no weights: add --random-weights" in refused(Path("specs/tiny.yaml").resolve())
     text = tmp_path / "model.kdtr"
     text.write_text("nothing of the kind")

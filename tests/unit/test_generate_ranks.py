@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kdgen.backends.cuda import cuda_unusable
 from kdgen.cli import main
 from kdgen.launch import run_ranks
 
@@ -37,6 +38,14 @@ def test_ranks_decode_what_one_does() -> None:
         (["--tp", "2", "--prompt-ids", "5,512"], {}, "512, id 2 of the prompt, is outside the vocabulary"),
         (["--tp", "4"], {"RANK": "0", "WORLD_SIZE": "2"}, "the launcher has started 2 ranks"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "ranks count from 0"),
+        ([], {"RANK": "0", "WORLD_SIZE": "3"}, "3 ranks cannot share it: vocab_size 512 is no multiple of 3"),  # and waits for nobody
+        ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        pytest.param(
+            ["--backend", "cuda", "--tp", "2"],
+            {},
+            "no GPU can be used",
+            marks=pytest.mark.skipif(cuda_unusable() is None, reason="there is a GPU"),
+        ),
     ],
 )
 def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str], said: str) -> None:
@@ -45,12 +54,23 @@ def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"), [(["--prompt-ids", ""], "--prompt-ids: the prompt is empty"), ([], "stdin: the prompt is empty")]
+    ("arguments", "said"),
+    [
+        (["--prompt-ids", ""], "--prompt-ids: the prompt is empty"),
+        ([], "stdin: the prompt is empty"),
+        (["--prompt-ids", "@nothing"], "nothing: cannot be read"),
+        (["--prompt", "text"], "has no tokenizer.json and no tiktoken.model"),
+        (["--prompt-ids", "5,6,7", "--context", "3"], "a prompt of 3 tokens leaves no room"),
+        (["--prompt-ids", "5", "--context", "5000"], "a context of 5000 exceeds max_position_embeddings 1024"),
+        (["--prompt-ids", "5", "--draft", str(TINY)], "is no DFlash drafter"),
+        (["--prompt-ids", "5", "--draft", "dflash", "--random-weights"], "has no drafter"),
+        (["--prompt-ids", "5", "--layers", "9", "--random-weights"], "cannot be cut to 9"),
+    ],
 )
-def test_a_prompt_that_cannot_be_is_refused_before_there_are_ranks(prompt: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused_before_there_are_ranks(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdgen.cli.generate.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    result = CliRunner().invoke(main, ["generate", "--model", str(TINY), "--tp", "2", "--backend", "cpu", *prompt], input="\n")
-    assert result.exit_code == 2 and said in result.output
+    result = CliRunner().invoke(main, ["generate", "--model", str(TINY), "--tp", "2", "--backend", "cpu", *arguments], input="\n")
+    assert result.exit_code == 2 and said in result.output, result.output
 
 
 def test_text_that_is_piped_in_comes_to_the_first_rank(tmp_path: Path) -> None:

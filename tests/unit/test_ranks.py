@@ -58,6 +58,10 @@ def test_places(environment: dict[str, str], expected: Place | None) -> None:
     assert place_in(environment) == expected
 
 
+def test_a_batch_script_of_slurm_is_one_rank() -> None:
+    assert place_in({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None
+
+
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
@@ -66,6 +70,12 @@ def test_places(environment: dict[str, str], expected: Place | None) -> None:
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "2"}, "set MASTER_ADDR"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "KDGEN_PORT": "70000"}, "set KDGEN_PORT"),
+        ({"RANK": "\uff11", "WORLD_SIZE": "2"}, "RANK is '\uff11', no number"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: ranks have both; set WORLD_SIZE, or unset RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0"}, "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not"),
+        ({"PMI_RANK": "0"}, "PMI_RANK is set and PMI_SIZE is not"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is set and SLURM_PROCID is not"),
     ],
 )
 def test_places_that_cannot_be(environment: dict[str, str], reason: str) -> None:
@@ -154,6 +164,16 @@ def test_time_in_which_a_process_is_stopped_itself_counts_for_nobody() -> None:
 def test_nobody_to_join() -> None:
     with pytest.raises(KdgenError, match="rank 1 cannot reach rank 0"):
         Group(Place(1, 2, 1, "127.0.0.1", free_port(), seconds=0.3))
+
+
+def test_a_port_in_use_is_named_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(KdgenError) as found:
+            Group(Place(0, 2, 0, "127.0.0.1", port))
+    assert str(found.value) == f"rank 0 cannot listen on 127.0.0.1 port {port}: Address already in use; set KDGEN_PORT to a free one"
 
 
 def test_strangers_and_other_jobs_are_ignored() -> None:
@@ -306,7 +326,32 @@ while True:
     gather(2)
 """
     code, _, said, seconds = run(tmp_path, 2, body)
-    assert code == 2 and seconds < SECONDS and "the tokens ran out" in said
+    assert code == 2 and seconds < SECONDS and said.count("the tokens ran out") == 1
+
+
+def test_what_all_ranks_find_is_said_once(tmp_path: Path) -> None:
+    for turn in range(3):  # whichever is first
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        code, _, said, _ = run(folder, 3, 'gather(1)\nraise KdgenError("the tokens ran out")')
+        assert code == 2 and said.count("the tokens ran out") == 1
+
+
+def test_a_bug_of_another_rank_is_shown_whole(tmp_path: Path) -> None:
+    body = """
+gather(1)
+if group.rank == 1:
+    import traceback
+    try:
+        [][1]
+    except IndexError as error:
+        traceback.print_exc()
+        raise KdgenError("a bug") from error
+while True:
+    gather(2)
+"""
+    code, _, said, _ = run(tmp_path, 2, body)
+    assert code == 2 and "Traceback" in said and "[][1]" in said
 
 
 def test_a_rank_that_leaves_early_is_not_waited_for(tmp_path: Path) -> None:
@@ -331,9 +376,10 @@ time.sleep(60)
     assert code == 2 and seconds < SECONDS
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: int, code: int) -> None:
-    """Asked to, as by the command line on SIGTERM, or killed: nothing is left."""
+def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: int, code: int, stopped: bool) -> None:
+    """Asked to, as by the command line on SIGTERM, or killed: nothing is left, not even a rank that is stopped."""
     rank = tmp_path / "rank.py"
     rank.write_text(
         "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks import joined, place_in\n"
@@ -353,6 +399,8 @@ def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: 
         deadline = time.monotonic() + 20
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
+        if stopped:
+            os.kill(int(files[1].read_text()), signal.SIGSTOP)
         launcher.send_signal(number)
         assert launcher.wait(SECONDS) == code
     deadline = time.monotonic() + SECONDS
