@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
                   const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits) {
+                  int max_splits, const int* sequence_length) {
   SHARED_DYNAMIC(Shared, shared);
   if (threadIdx.x < PARTS) mbarrier_init(&shared->query_filled[threadIdx.x], LOADERS / 32);
   if (threadIdx.x < STAGES) {
@@ -171,8 +171,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     mbarrier_init(&shared->read[threadIdx.x], 8);
   }
   __syncthreads();
-  begin_after_previous_kernel();
-  const int tokens = *num_tokens, head_tile = blockIdx.y;
+  allow_next_kernel();
+  const int tokens = *num_tokens,
+            head_tile = blockIdx.y;  // old, as the rows' places: the loaders wait for what is not
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   // one lane's, so that the compiler knows that it is the same for all of a warp
   const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
@@ -192,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       if (new_row && tile % STAGES != stage) {  // the others fill the first tile meanwhile
         // after the last tile that met the last query
         if (tile > 0) mbarrier_wait(&shared->read[stage], ((tile - 1) / STAGES) & 1);
+        wait_for_previous_kernel();
         const bf16* heads = query + ((size_t)token_row * HEADS + head_tile * TILE) * ROW + piece * 8;
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -204,11 +206,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         announce<PARTS - 1>(shared->query_filled);
       }
       const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW + piece * 8;
-      const int prefix = row_prefix[token_row];
+      const int prefix = row_prefix[token_row], committed = sequence_length[row_sequence[token_row]];
       const int* path = row_path + token_row * MAX_PATH;
       for (int key = first_key; key < end_key; key += TILE, ++tile) {
         if (tile % STAGES != stage) continue;
         if (tile >= STAGES) mbarrier_wait(&shared->read[stage], (tile / STAGES - 1) & 1);
+        if (min(key + TILE, end_key) > committed) wait_for_previous_kernel();  // for cache rows of this step
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
 #pragma unroll 4
@@ -226,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       }
     };
     for_splits_of_block(tokens, row_sequence, row_position, row_prefix, load);
+    wait_for_previous_kernel();  // a kernel ends only after the one before it
     return;
   }
 

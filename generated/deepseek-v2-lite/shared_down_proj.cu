@@ -166,10 +166,9 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 }
 
 // The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
-__device__ __forceinline__ void finish(Shared* shared, Stream& weights, const int* num_tokens, const bf16* x,
-                                       float* y) {
+__device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x, float* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
-  const int count = min(MAX_TOKENS, *num_tokens - first_token);
+  const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
     cp_async_wait<0>();
     return;
@@ -191,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   SHARED_DYNAMIC(Shared, shared);
   allow_next_kernel();
   Stream weights = start(shared, weight, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   wait_for_previous_kernel();
-  finish(shared, weights, num_tokens, x, y);
+  finish(shared, weights, tokens, x, y);
 }
 }  // namespace shared_down_proj

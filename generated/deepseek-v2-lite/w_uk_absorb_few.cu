@@ -36,8 +36,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
       const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + split * SPLIT_STEPS + s;
       fragments[j][s] = tile < ROW_TILES ? load_ahead_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   wait_for_previous_kernel();
-  const int first_token = blockIdx.y * MAX_TOKENS, count = min(MAX_TOKENS, *num_tokens - first_token);
+  const int first_token = blockIdx.y * MAX_TOKENS, count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) return;
   const bf16* x_head = x + (size_t)first_token * X_STRIDE + (size_t)head * X_HEAD_STRIDE;
   bf16* y_head = y + (size_t)first_token * Y_STRIDE + (size_t)head * Y_HEAD_STRIDE;

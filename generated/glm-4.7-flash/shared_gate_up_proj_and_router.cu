@@ -169,10 +169,9 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 }
 
 // The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
-__device__ __forceinline__ void finish(Shared* shared, Stream& weights, const int* num_tokens, const bf16* x,
-                                       bf16* y) {
+__device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x, bf16* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
-  const int count = min(MAX_TOKENS, *num_tokens - first_token);
+  const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
     cp_async_wait<0>();
     return;
@@ -266,9 +265,10 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
   const int last_expert = min(first_expert + share, router::EXPERTS);
   uint2 held[router::HELD_STEPS];
   router::load_experts(held, router_weight, first_expert, last_expert, 0);
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   wait_for_previous_kernel();
   const int first_token = blockIdx.y * linear::MAX_TOKENS,
-            count = min(linear::MAX_TOKENS, *num_tokens - first_token);
+            count = min(linear::MAX_TOKENS, tokens - first_token);
   for (int expert = first_expert; expert < last_expert && count > 0; expert += router::GROUP) {
     if (expert > first_expert) router::load_experts(held, router_weight, expert, last_expert, 0);
     router::write_logits(reinterpret_cast<router::Partial&>(shared->partial), held,
@@ -276,6 +276,6 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
                          min(router::GROUP, last_expert - expert), count,
                          router_logits + (size_t)first_token * router::EXPERTS);
   }
-  linear::finish(shared, weights, num_tokens, x, y);
+  linear::finish(shared, weights, tokens, x, y);
 }
 }  // namespace shared_gate_up_proj_and_router

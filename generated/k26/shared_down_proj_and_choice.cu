@@ -167,10 +167,9 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 }
 
 // The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
-__device__ __forceinline__ void finish(Shared* shared, Stream& weights, const int* num_tokens, const bf16* x,
-                                       float* y) {
+__device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x, float* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
-  const int count = min(MAX_TOKENS, *num_tokens - first_token);
+  const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
     cp_async_wait<0>();
     return;
@@ -361,20 +360,21 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
   linear::Shared* shared = reinterpret_cast<linear::Shared*>(memory);
   linear::Stream weights =
       linear::start(shared, weight, row_tiles, chooses ? row_tiles : blockIdx.x - 1, gridDim.x - 1);
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   wait_for_previous_kernel();
   if (!chooses) {
-    linear::finish(shared, weights, num_tokens, x, y);
+    linear::finish(shared, weights, tokens, x, y);
     return;
   }
   cp_async_wait<0>();
   if (blockIdx.y > 0) return;
   Choice* mine = reinterpret_cast<Choice*>(memory);
-  const int warp = threadIdx.x / 32, rows = *num_tokens;
-  for (int row = warp; row < rows; row += linear::WARPS)
+  const int warp = threadIdx.x / 32;
+  for (int row = warp; row < tokens; row += linear::WARPS)
     choice::choose_experts(mine->scores[warp], router_logits + (size_t)row * choice::EXPERTS, correction_bias,
                            topk_experts + row * choice::TOP_K, topk_weights + row * choice::TOP_K);
   __syncthreads();
-  lists::sort_assignments(mine->lists, rows * choice::TOP_K, topk_experts, num_active, active_expert,
+  lists::sort_assignments(mine->lists, tokens * choice::TOP_K, topk_experts, num_active, active_expert,
                           active_begin, active_end, assignments);
 }
 }  // namespace shared_down_proj_and_choice

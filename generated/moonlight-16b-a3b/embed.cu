@@ -10,7 +10,8 @@ constexpr int BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     embed(const int* num_tokens, const int* tokens, const bf16* __restrict__ table, float* residual) {
-  begin_after_previous_kernel();
+  wait_for_previous_kernel();
+  allow_next_kernel();  // not before: from here on all kernels of the step may read its rows before they wait
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
   const bf16* source = table + (size_t)tokens[token_row] * HIDDEN;

@@ -27,11 +27,13 @@ __device__ __forceinline__ int split_of(int position) {
 extern "C" __global__ void __launch_bounds__(BLOCK)
     mla_combine(const int* num_tokens, const int* row_position, const bf16* split_values,
                 const float* split_max, const float* split_sum, bf16* output, int max_splits) {
-  begin_after_previous_kernel();
+  allow_next_kernel();
   SHARED_ARRAY(float, joined, [CLASSES][KV_LORA]);
   const int token_row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32;
-  if (token_row >= *num_tokens) return;
-  const int splits = split_of(row_position[token_row]) + 1;
+  // rows are old: the embedding let no kernel start before they were there
+  const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
+  wait_for_previous_kernel();
+  if (splits == 0) return;
   const int piece = threadIdx.x % PIECES, split_class = threadIdx.x / PIECES;
   // a piece is 2 columns of each 8 of the 32 in group piece / 4; heads lie in eights
   const size_t place = (piece / 4 * (TILE / 8) + head % TILE / 8) * 32 + head % 8 * 4 + piece % 4;

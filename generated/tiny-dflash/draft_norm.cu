@@ -77,9 +77,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   allow_next_kernel();
   Vector gain[ROUNDS];
   load_weights(gain, weight);  // they wait for nobody
-  wait_for_previous_kernel();
   const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
+  wait_for_previous_kernel();
+  const int tokens = *num_tokens;
+  if (token_row >= tokens) return;
   Vector row[ROUNDS];
   load_row(row, x + (size_t)token_row * X_STRIDE);
   normalise(warp_square_sum, gain, row, y + (size_t)token_row * WIDTH);

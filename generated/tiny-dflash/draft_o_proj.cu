@@ -167,10 +167,10 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 }
 
 // The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
-__device__ __forceinline__ void finish(Shared* shared, Stream& weights, const int* num_tokens, const bf16* x,
+__device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x,
                                        const float* bias, float* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
-  const int count = min(MAX_TOKENS, *num_tokens - first_token);
+  const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
     cp_async_wait<0>();
     return;
@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   allow_next_kernel();
   Stream weights = start(shared, weight, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
   wait_for_previous_kernel();
-  finish(shared, weights, num_tokens, x, bias, y);
+  const int tokens = *num_tokens;
+  finish(shared, weights, tokens, x, bias, y);
 }
 }  // namespace draft_o_proj

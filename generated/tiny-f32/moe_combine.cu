@@ -12,9 +12,11 @@ constexpr int BLOCK = 256;
 extern "C" __global__ void __launch_bounds__(BLOCK)
     moe_combine(const int* num_tokens, const float* topk_weights, const float* expert_output,
                 float* residual) {
-  begin_after_previous_kernel();
+  allow_next_kernel();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
-  if (token_row >= *num_tokens || i >= HIDDEN) return;
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  wait_for_previous_kernel();
+  if (token_row >= tokens || i >= HIDDEN) return;
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k) {

@@ -125,17 +125,22 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
   allow_next_kernel();
   norm::Vector gain[norm::ROUNDS];
   norm::load_weights(gain, q_a_weight);  // they wait for nobody
-  wait_for_previous_kernel();
   const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
+  size_t angles = 0, slot = 0;
+  const bool is_there =
+      token_row < *num_tokens;  // rows are old: the embedding let no kernel start before they were there
+  if (is_there) {
+    angles = (size_t)row_position[token_row] * cache::HALF;
+    slot = (size_t)row_sequence[token_row] * context_capacity + row_slot[token_row];
+  }
+  wait_for_previous_kernel();
+  if (!is_there) return;
   if (blockIdx.y == 0) {
     norm::Vector row[norm::ROUNDS];
     norm::load_row(row, q_a_kv_a + (size_t)token_row * norm::X_STRIDE);
     norm::normalise(warp_square_sum, gain, row, q_a + (size_t)token_row * norm::WIDTH);
     return;
   }
-  const size_t angles = (size_t)row_position[token_row] * cache::HALF;
-  const size_t slot = (size_t)row_sequence[token_row] * context_capacity + row_slot[token_row];
   const float* latent = q_a_kv_a + (size_t)token_row * cache::KV_A_STRIDE + cache::KV_A_OFFSET;
   cache::write_cache_row(warp_square_sum, latent, kv_a_weight, cos_table + angles, sin_table + angles,
                          kv_cache + slot * cache::ROW);

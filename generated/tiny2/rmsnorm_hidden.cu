@@ -77,9 +77,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   allow_next_kernel();
   Vector gain[ROUNDS];
   load_weights(gain, weight);  // they wait for nobody
-  wait_for_previous_kernel();
   const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
+  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  wait_for_previous_kernel();
+  if (token_row >= tokens) return;
   Vector row[ROUNDS];
   load_row(row, x + (size_t)token_row * X_STRIDE);
   normalise(warp_square_sum, gain, row, y + (size_t)token_row * WIDTH);

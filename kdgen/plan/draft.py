@@ -63,6 +63,8 @@ def kernels(spec: Spec, compute: Compute, shard: Shard) -> tuple[Kernel, ...]:
 class _DraftCatalogue(Catalogue):
     """Builds the drafter's kernels with the target's ways of making dense layers and norms."""
 
+    rows_are_old = False  # some are of context tokens, which the kernel right before them counts
+
     def __init__(self, spec: Spec, draft: DraftSpec, mode: Mode, ranks: int) -> None:
         super().__init__(spec, mode, ranks)
         self.draft = draft  # a rank's part

@@ -309,6 +309,9 @@ class Linear:
 class Catalogue:
     """Builds the kernels of one spec in one mode, for one of ``ranks`` ranks: ``spec`` then is its part, ``whole`` the model."""
 
+    #: How many token rows there are was said before the embedding, which every kernel of a step comes after.
+    rows_are_old = True
+
     def __init__(self, whole: Spec, mode: Mode, ranks: int = 1, exchange: Exchange = "gather") -> None:
         spec = part_of(whole, ranks)
         self.whole, self.spec, self.ranks, self.exchange = whole, spec, ranks, exchange
@@ -428,7 +431,8 @@ class Catalogue:
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
             stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
-            x_in_registers=_x_in_registers(warps, warp_steps, row_tiles * layer.batch), out=out, gated=layer.gated, bias=layer.bias,
+            x_in_registers=_x_in_registers(warps, warp_steps, row_tiles * layer.batch),
+            rows_are_old=self.rows_are_old, out=out, gated=layer.gated, bias=layer.bias,
             accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
@@ -441,7 +445,7 @@ class Catalogue:
         stride, eps = x_stride or width, self.spec.rms_norm_eps if eps is None else eps
         vector = 1 if width % 4 or stride % 4 else 4
         block = block_for(width // vector, 1024)
-        p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector)
+        p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector, self.rows_are_old)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
         return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)

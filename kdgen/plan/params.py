@@ -33,6 +33,7 @@ class RmsNorm:
     act: CType
     block: int
     vector: int
+    rows_are_old: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class LinearMma:
     smem_comment: str
     blocks_per_sm: int
     x_in_registers: bool
+    rows_are_old: bool
     out: CType
     gated: bool
     bias: bool

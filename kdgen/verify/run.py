@@ -274,9 +274,13 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
 def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
     title = _title(spec, plan)
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
-    problems = text_problems(load_kernels(backend, plan))
+    problems = text_problems(load_kernels(backend, plan), plan.programs)
     status: Status = "failed" if problems else "ok"
-    detail = "" if problems else "each waits for the kernel before it; nothing atomic, no inexact function"
+    detail = (
+        ""
+        if problems
+        else "each waits for the kernel before it, and reads only what is old before that; nothing atomic, no inexact function"
+    )
     yield Check(title, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
     for kernel in plan.kernels:
         say(f"{title} {plan.compute}: kernel {kernel.name}")

@@ -1,44 +1,93 @@
-"""What can be read off a kernel's text and seen by no run of it on a CPU: the rules that its schedule and its bits rest on."""
+"""What can be read off kernels' texts and seen by no run of them on a CPU: the rules that their schedule and their bits rest on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from kdgen.plan.params import ExpertsMma
+from kdgen.plan.ir import Launch, Program
 from kdgen.render import Rendered
 
 _WAIT = re.compile(r"\b(?:begin_after|wait_for)_previous_kernel\(\);")
-_STATE = re.compile(r"\breturn\b|\*(?:num_tokens|step_count|num_active)\b")
+_ALLOW = re.compile(r"\b(?:begin_after_previous_kernel|allow_next_kernel)\(\);")
 _ATOMIC = re.compile(r"\batomic[A-Z]\w*\s*\(")
 _FAST = re.compile(r"\b__(?:exp|exp10|log|log2|log10|sin|cos|tan|pow|fdividef|frcp|fsqrt|frsqrt)\w*\s*\(")
+#: Kernels some of whose threads wait for these, each time before they read them; all others of their inputs are old.
+_LOADERS_WAIT = {"mla_attention_wgmma.cu.j2": frozenset({"query", "kv_cache"})}
 
 
-def text_problems(kernels: Sequence[Rendered]) -> list[str]:
+@dataclass(frozen=True)
+class _Text:
+    """A kernel as the rules see it."""
+
+    name: str
+    body: str  #: of the kernel function itself, without comments
+    parameters: tuple[str, ...]
+    written: frozenset[str]  #: parameters that it writes through
+    early: frozenset[str]  #: those of other kernels' data that it may read before it waits
+    late: bool  #: it lets the next kernel start only after its own wait
+    loaders_wait: bool
+
+
+def text_problems(kernels: Sequence[Rendered], programs: Sequence[Program]) -> list[str]:
     """GPUs start kernels early, so each waits, before it can end or read what the last one wrote. Sums have an order, so nothing is
-    added atomically. One formula has one rounding, so no fast function replaces an exact one."""
+    added atomically. One formula has one rounding, so no fast function replaces an exact one.
+    """
     found = []
-    bodies = {rendered.kernel.name: _body(rendered) for rendered in kernels}
-
-    def lists_are_old(rendered: Rendered) -> bool:
-        """Of experts_down, where experts_gate_up lets it start only after its own wait for the kernel that makes the lists."""
-        params = rendered.kernel.params
-        before = bodies.get("experts_gate_up", "").partition("allow_next_kernel();")
-        return isinstance(params, ExpertsMma) and params.lists_are_old and bool(before[1] and _WAIT.search(before[0]))
-
+    texts = {rendered.kernel.name: _read(rendered) for rendered in kernels}
     for rendered in kernels:
-        code, body = re.sub(r"//.*", "", rendered.text), bodies[rendered.kernel.name]
-        waits = list(_WAIT.finditer(body))
-        if len(waits) != 1:
-            found.append(f"{rendered.kernel.name} waits {len(waits)} times for the kernel before it")
-        elif (early := _STATE.search(body[: waits[0].start()])) and not (early[0] == "*num_active" and lists_are_old(rendered)):
-            found.append(f"{rendered.kernel.name} has {early[0]} before it waits for the kernel before it")
+        text = texts[rendered.kernel.name]
+        waits = list(_WAIT.finditer(text.body))
+        if len(waits) != 1 and not (text.loaders_wait and waits):
+            found.append(f"{text.name} waits {len(waits)} times for the kernel before it")
+        elif re.search(r"\breturn\b", text.body[: waits[0].start()]):
+            found.append(f"{text.name} has return before it waits for the kernel before it")
+        code = re.sub(r"//.*", "", rendered.text)
         for rule, pattern in (("atomic operation", _ATOMIC), ("inexact function", _FAST)):
             if used := pattern.search(code):
-                found.append(f"{rendered.kernel.name} uses the {rule} {used[0].rstrip('( ')}")
-    return found
+                found.append(f"{text.name} uses the {rule} {used[0].rstrip('( ')}")
+    for program in programs:
+        found += _early_reads(program, texts)
+    return list(dict.fromkeys(found))
 
 
-def _body(rendered: Rendered) -> str:
-    """The kernel itself, without comments."""
-    return re.sub(r"//.*", "", rendered.text).partition("__global__")[2].partition("{")[2]
+def _early_reads(program: Program, texts: dict[str, _Text]) -> Iterator[str]:
+    """Reads before the wait of what may not be there yet. It is where, since it was written, some kernel has let the next one start only
+    after its own wait: all that ran before that kernel then was done."""
+    done: set[str] | None = None  # buffers written before that kernel, or None before the first one
+    fresh: set[str] = set()
+    for launch in (launch for launch, _ in program.launches() if launch.kernel in texts):
+        text = texts[launch.kernel]
+        for name in sorted(text.early):
+            buffer = _buffer_of(launch, text, name)
+            if buffer is not None and (done is None or buffer in fresh):
+                yield f"{text.name} reads {name} before it waits for the kernel before it, and in {program.name} it may be new"
+        if text.late:
+            done, fresh = set(), set()
+        fresh |= {buffer for name in text.written if (buffer := _buffer_of(launch, text, name)) is not None}
+
+
+def _buffer_of(launch: Launch, text: _Text, parameter: str) -> str | None:
+    place = text.parameters.index(parameter)
+    arg = launch.args[place] if place < len(launch.args) else None
+    return arg.name if arg is not None and arg.kind in ("buffer", "layer_buffer") else None
+
+
+def _read(rendered: Rendered) -> _Text:
+    code = re.sub(r"//.*", "", rendered.text).partition("__global__")[2]
+    head, _, body = code.partition("{")
+    declared = [declaration.strip() for declaration in head[head.rindex("(") + 1 : head.rindex(")")].split(",")]
+    names = tuple(re.split(r"[\s*]+", declaration)[-1] for declaration in declared)
+    pointers = {name: declaration for name, declaration in zip(names, declared, strict=True) if "*" in declaration}
+    waited = _LOADERS_WAIT.get(rendered.kernel.template, frozenset())
+    waits, allow = list(_WAIT.finditer(body)), _ALLOW.search(body)
+    before = body[: waits[-1 if waited else 0].start()] if waits else body
+    early = {
+        name
+        for name, declaration in pointers.items()
+        if declaration.startswith("const ") and "__restrict__" not in declaration and re.search(rf"(?<![.\w]){name}\b", before)
+    }
+    written = frozenset(name for name, declaration in pointers.items() if not declaration.startswith("const "))
+    late = bool(waits and allow and waits[0].end() <= allow.start())
+    return _Text(rendered.kernel.name, body, names, written, frozenset(early - waited), late, bool(waited))

@@ -93,18 +93,6 @@ def test_size_and_shape(path: Path) -> None:
     assert text.count("__global__") == 1 and "asm" not in text, "hardware is reached through templates/lib"
 
 
-def test_kernels_wait_for_the_one_before() -> None:
-    """A GPU starts kernels early, and the CPU backend does not: every thread waits, once, before it can return."""
-    paths = sorted((TEMPLATES[0].parents[2] / "generated").glob("*/*.cu"))
-    assert {path.stem.removesuffix("_sm_90a") for path in paths} >= {"experts_down", "mla_attention", "argmax", "tree_build"}
-    for path in paths:
-        body = path.read_text().partition("__global__")[2]
-        waits = list(re.finditer(r"\b(begin_after|wait_for)_previous_kernel\(\);", body))
-        assert len(waits) == 1, path.name
-        before = body[: waits[0].start()]
-        assert "return" not in before and "*num_tokens" not in before, path.name
-
-
 @pytest.mark.parametrize("value", [None, True, False, 1.5])
 def test_values_that_cpp_reads_differently_are_refused(value: object) -> None:
     with pytest.raises(KdgenError, match="use a filter"):

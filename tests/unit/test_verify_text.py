@@ -17,21 +17,43 @@ RMSNORM = next(rendered for rendered in render(PLAN) if rendered.kernel.name == 
     ("right", "wrong", "said"),
     [
         ("wait_for_previous_kernel();", "", "waits 0 times"),
-        (
-            "wait_for_previous_kernel();",
-            "if (*num_tokens == 0) return; wait_for_previous_kernel();",
-            "has *num_tokens before it waits",
-        ),
         ("wait_for_previous_kernel();", "if (blockIdx.x) return; wait_for_previous_kernel();", "has return before it waits"),
         ("square_sum = warp_sum(square_sum);", "atomicAdd(&total, square_sum);", "atomic operation atomicAdd"),
         ("1.0f / sqrtf(", "__frsqrt_rn(", "inexact function __frsqrt_rn"),
     ],
 )
 def test_broken_rules_are_found(right: str, wrong: str, said: str) -> None:
-    assert right in RMSNORM.text and text_problems([RMSNORM]) == []
-    (problem,) = text_problems([Rendered(RMSNORM.kernel, RMSNORM.text.replace(right, wrong, 1))])
+    assert right in RMSNORM.text and text_problems([RMSNORM], ()) == []
+    (problem,) = text_problems([Rendered(RMSNORM.kernel, RMSNORM.text.replace(right, wrong, 1))], ())
     assert problem.startswith("rmsnorm_hidden") and said in problem
 
 
 def test_comments_break_no_rule() -> None:
-    assert text_problems([Rendered(RMSNORM.kernel, RMSNORM.text + "// atomicAdd( is not used, nor __expf(\n")]) == []
+    assert text_problems([Rendered(RMSNORM.kernel, RMSNORM.text + "// atomicAdd( is not used, nor __expf(\n")], ()) == []
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "verify"])
+def test_what_is_read_before_the_wait_is_old(program: str) -> None:
+    """Kernels that the embedding lets start only when it has begun itself may read the step's rows early, and nothing else."""
+    plan = build_plan(load_spec("k26")).on("sm_90a")
+    texts = {rendered.kernel.name: rendered for rendered in render(plan)}
+    programs = [plan.program(program)]
+
+    def problems(kernel: str, right: str, wrong: str) -> list[str]:
+        assert right in texts[kernel].text
+        edited = Rendered(texts[kernel].kernel, texts[kernel].text.replace(right, wrong, 1))
+        return text_problems([*(each for name, each in texts.items() if name != kernel), edited], programs)
+
+    assert text_problems(list(texts.values()), programs) == []
+    wait = "wait_for_previous_kernel();"
+    early = problems("embed", f"{wait}\n  allow_next_kernel();", "begin_after_previous_kernel();")
+    assert any(found.startswith("mla_attention reads row_path before it waits") for found in early), (
+        "the embedding starts the others too early"
+    )
+    assert problems("mla_combine", wait, f"const float early = *split_max; {wait}") == [
+        f"mla_combine reads split_max before it waits for the kernel before it, and in {program} it may be new"
+    ]
+    if program != "prefill":  # whose experts are other kernels
+        begins = f"{wait}\n  allow_next_kernel();"
+        early = problems("experts_gate_up", begins, "begin_after_previous_kernel();")
+        assert f"experts_down reads num_active before it waits for the kernel before it, and in {program} it may be new" in early
