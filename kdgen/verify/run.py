@@ -20,9 +20,10 @@ from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles
 from kdgen.plan.params import PeerSumNorm
-from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
+from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
+from kdgen.render import render
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
@@ -36,7 +37,7 @@ from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
 from kdgen.verify.shrink import is_wide, shrink
-from kdgen.verify.text import text_problems
+from kdgen.verify.text import schedule_problems, text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
 
@@ -147,6 +148,8 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     for spec, plan in shared:
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+    for spec, plan in whole:
+        yield _schedule(spec, plan)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
         yield _tables(spec)
     yield from _trees(backend, *plans[0], say)
@@ -235,10 +238,15 @@ def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: 
 # ---- ranks --------------------------------------------------------------------------------------------------------------
 
 
+def can_share(spec: Spec, compute: Compute) -> bool:
+    """Whether two ranks can have the model in this compute type."""
+    return not shard_obstacles(spec, RANKS) and not (compute == "bf16" and mma_obstacles(part_of(spec, RANKS)))
+
+
 def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
     """Plans of one of two ranks, by exchange, with the kernels alone that one rank does not have and that are not just narrower, and
     those that these are held to; and those for some targets, whose attention has other tiles for a rank's heads."""
-    if shard_obstacles(spec, RANKS) or (plan.compute == "bf16" and mma_obstacles(part_of(spec, RANKS))):
+    if not can_share(spec, plan.compute):
         return []
     found: list[Plan] = []
     seen = list(plan.kernels)
@@ -274,13 +282,9 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
 def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
     title = _title(spec, plan)
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
-    problems = text_problems(load_kernels(backend, plan), plan.programs)
+    problems = text_problems(load_kernels(backend, plan))
     status: Status = "failed" if problems else "ok"
-    detail = (
-        ""
-        if problems
-        else "each waits for the kernel before it, and reads only what is old before that; nothing atomic, no inexact function"
-    )
+    detail = "" if problems else "each waits for the kernel before it; nothing atomic, no inexact function"
     yield Check(title, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
     for kernel in plan.kernels:
         say(f"{title} {plan.compute}: kernel {kernel.name}")
@@ -289,6 +293,21 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> 
         ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks"
         detail = f"{kernel.template}{', a slice' if found.sliced else ''}{ranks}"
         yield _as_check(title, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
+
+
+def _schedule(spec: Spec, plan: Plan) -> Check:
+    """What kernels of whole programs read before they wait, on one rank and on two, on every target."""
+    began = perf_counter()
+    shards = [Shard(RANKS, 1, by) for by in EXCHANGES if can_share(spec, plan.compute)]
+    all_plans = [
+        each for shard in (WHOLE, *shards) for one in [build_plan(spec, plan.compute, shard=shard)] for each in (one, *one.special)
+    ]
+    problems = [problem for each in all_plans for problem in schedule_problems(each, render(each))]
+    detail = "" if problems else f"{len(all_plans)} plans: what is read before the wait for the kernel before is old"
+    why, seconds = "; ".join(problems[:3]), perf_counter() - began
+    return Check(
+        spec.name, plan.compute, "kernel", "schedule", "text", "failed" if problems else "ok", detail=detail, why=why, seconds=seconds
+    )
 
 
 def _inputs(seed: int, kernel: Kernel) -> np.random.Generator:

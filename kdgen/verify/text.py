@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kdgen.plan.ir import Launch, Program
+from kdgen.plan.ir import Launch, Plan, Program
 from kdgen.render import Rendered
 
 _WAIT = re.compile(r"\b(?:begin_after|wait_for)_previous_kernel\(\);")
@@ -30,14 +30,13 @@ class _Text:
     loaders_wait: bool
 
 
-def text_problems(kernels: Sequence[Rendered], programs: Sequence[Program]) -> list[str]:
-    """GPUs start kernels early, so each waits, before it can end or read what the last one wrote. Sums have an order, so nothing is
-    added atomically. One formula has one rounding, so no fast function replaces an exact one.
+def text_problems(kernels: Sequence[Rendered]) -> list[str]:
+    """GPUs start kernels early, so each waits before it can end. Sums have an order, so nothing is added atomically. One formula has one
+    rounding, so no fast function replaces an exact one.
     """
     found = []
-    texts = {rendered.kernel.name: _read(rendered) for rendered in kernels}
     for rendered in kernels:
-        text = texts[rendered.kernel.name]
+        text = _read(rendered)
         waits = list(_WAIT.finditer(text.body))
         if len(waits) != 1 and not (text.loaders_wait and waits):
             found.append(f"{text.name} waits {len(waits)} times for the kernel before it")
@@ -47,24 +46,29 @@ def text_problems(kernels: Sequence[Rendered], programs: Sequence[Program]) -> l
         for rule, pattern in (("atomic operation", _ATOMIC), ("inexact function", _FAST)):
             if used := pattern.search(code):
                 found.append(f"{text.name} uses the {rule} {used[0].rstrip('( ')}")
-    for program in programs:
-        found += _early_reads(program, texts)
+    return found
+
+
+def schedule_problems(plan: Plan, kernels: Sequence[Rendered]) -> list[str]:
+    """What kernels read before they wait must be old in every program of ``plan``, whose kernels these all are."""
+    texts = {rendered.kernel.name: _read(rendered) for rendered in kernels}
+    found = [problem for program in plan.programs for problem in _early_reads(program, texts)]
     return list(dict.fromkeys(found))
 
 
 def _early_reads(program: Program, texts: dict[str, _Text]) -> Iterator[str]:
-    """Reads before the wait of what may not be there yet. It is where, since it was written, some kernel has let the next one start only
-    after its own wait: all that ran before that kernel then was done."""
-    done: set[str] | None = None  # buffers written before that kernel, or None before the first one
-    fresh: set[str] = set()
+    """Reads before the wait of what may be new. It is old where, since it was written, some kernel has let the next one start only after
+    its own wait: all that ran before that kernel was done then.
+    """
+    any_late, fresh = False, set[str]()  # what was written since the last such kernel
     for launch in (launch for launch, _ in program.launches() if launch.kernel in texts):
         text = texts[launch.kernel]
         for name in sorted(text.early):
             buffer = _buffer_of(launch, text, name)
-            if buffer is not None and (done is None or buffer in fresh):
+            if buffer is not None and (not any_late or buffer in fresh):
                 yield f"{text.name} reads {name} before it waits for the kernel before it, and in {program.name} it may be new"
         if text.late:
-            done, fresh = set(), set()
+            any_late, fresh = True, set()
         fresh |= {buffer for name in text.written if (buffer := _buffer_of(launch, text, name)) is not None}
 
 

@@ -113,7 +113,12 @@ TEMPLATES = [
     *_in(
         "embed",
         ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;"),
-        ("does not wait for the kernel before", "  begin_after_previous_kernel();\n", ""),
+        ("does not wait for the kernel before", "  wait_for_previous_kernel();\n", ""),
+        (
+            "lets the others read rows that are not there yet",
+            "  wait_for_previous_kernel();\n  allow",
+            "  begin_after_previous_kernel();\n  allow",
+        ),
         ("a rank takes the token behind its last", "row < ROWS", "row <= ROWS"),
     ),
     *_in(
@@ -249,8 +254,8 @@ TEMPLATES = [
         "linear_mma",
         (
             "reads the row count before the kernel that writes it has ended",
-            "  wait_for_previous_kernel();\n",
-            "  if (*num_tokens == 0) row_tiles = 0;\n  wait_for_previous_kernel();\n",
+            "{% if p.rows_are_old %}",
+            "{% if true %}",
         ),
         ("blocks take their neighbours' tiles", "row_tiles, blockIdx.x, gridDim.x)", "row_tiles, blockIdx.x, 1)"),
     ),
@@ -439,7 +444,7 @@ TEMPLATES = [
         ("sums of the last 32 splits alone", "all_sum += warp_sum(weighted_sum);", "all_sum = warp_sum(weighted_sum);"),
         ("eights of heads exchanged", "head % TILE / 8) * 32", "(head % TILE / 8 ^ 1)) * 32"),
         ("no barrier before the classes are joined", "  __syncthreads();\n", ""),
-        ("one token row too many", "token_row >= *num_tokens", "token_row > *num_tokens"),
+        ("one token row too many", "token_row < *num_tokens ?", "token_row <= *num_tokens ?"),
     ),
     *_in(
         "mla_combine",
@@ -521,7 +526,7 @@ TEMPLATES = [
     ),
     *_in(
         "rmsnorm",
-        ("one token row too many", "token_row >= *num_tokens", "token_row > *num_tokens"),
+        ("one token row too many", "token_row >= tokens", "token_row > tokens"),
     ),
     *_in(
         "templates/lib/rmsnorm.cuh.j2",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kdgen.plan.build import build_plan
 from kdgen.render import Rendered, render
 from kdgen.spec import load_spec
-from kdgen.verify.text import text_problems
+from kdgen.verify.text import schedule_problems, text_problems
 
 PLAN = build_plan(load_spec("tiny"), "f32")
 RMSNORM = next(rendered for rendered in render(PLAN) if rendered.kernel.name == "rmsnorm_hidden")
@@ -23,13 +25,13 @@ RMSNORM = next(rendered for rendered in render(PLAN) if rendered.kernel.name == 
     ],
 )
 def test_broken_rules_are_found(right: str, wrong: str, said: str) -> None:
-    assert right in RMSNORM.text and text_problems([RMSNORM], ()) == []
-    (problem,) = text_problems([Rendered(RMSNORM.kernel, RMSNORM.text.replace(right, wrong, 1))], ())
+    assert right in RMSNORM.text and text_problems([RMSNORM]) == []
+    (problem,) = text_problems([Rendered(RMSNORM.kernel, RMSNORM.text.replace(right, wrong, 1))])
     assert problem.startswith("rmsnorm_hidden") and said in problem
 
 
 def test_comments_break_no_rule() -> None:
-    assert text_problems([Rendered(RMSNORM.kernel, RMSNORM.text + "// atomicAdd( is not used, nor __expf(\n")], ()) == []
+    assert text_problems([Rendered(RMSNORM.kernel, RMSNORM.text + "// atomicAdd( is not used, nor __expf(\n")]) == []
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode", "verify"])
@@ -37,14 +39,14 @@ def test_what_is_read_before_the_wait_is_old(program: str) -> None:
     """Kernels that the embedding lets start only when it has begun itself may read the step's rows early, and nothing else."""
     plan = build_plan(load_spec("k26")).on("sm_90a")
     texts = {rendered.kernel.name: rendered for rendered in render(plan)}
-    programs = [plan.program(program)]
+    plan = replace(plan, programs=(plan.program(program),))
 
     def problems(kernel: str, right: str, wrong: str) -> list[str]:
         assert right in texts[kernel].text
         edited = Rendered(texts[kernel].kernel, texts[kernel].text.replace(right, wrong, 1))
-        return text_problems([*(each for name, each in texts.items() if name != kernel), edited], programs)
+        return schedule_problems(plan, [*(each for name, each in texts.items() if name != kernel), edited])
 
-    assert text_problems(list(texts.values()), programs) == []
+    assert schedule_problems(plan, list(texts.values())) == []
     wait = "wait_for_previous_kernel();"
     early = problems("embed", f"{wait}\n  allow_next_kernel();", "begin_after_previous_kernel();")
     assert any(found.startswith("mla_attention reads row_path before it waits") for found in early), (
