@@ -22,6 +22,7 @@ SMEM_LIMIT = 99 * 1024
 #: The same of sm_90a, whose plans alone use wgmma.
 WGMMA_SMEM_LIMIT = 227 * 1024
 EXPERT_TOKEN_TILES = 2  # of 8 assignments of an expert
+SORT_BYTES = 40 * 1024  # of moe_sort's counts, in static shared memory
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 GENERIC_TOKENS = 8
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
@@ -561,10 +562,10 @@ class Catalogue:
         s, experts = self.spec, self.spec.n_routed_experts or 0
         if has_bf16_router(s, self.mode):
             warps = _mma_warps(s.hidden_size)
-            held = _held_steps(s.hidden_size // 16 // warps, 14 if warps >= 8 else 12)
+            held = _held_steps(s.hidden_size // 16 // warps, 8)
             mma = params.RouterLogitsMma("router_logits", s.hidden_size, experts, warps, held, TOKEN_TILES * 8)
             cost = Cost(experts * s.hidden_size * 2, s.hidden_size * 2 + experts * 4, 2 * experts * s.hidden_size)
-            grid = (Extent(-(-experts // 8)), Extent(per_tokens=TOKEN_TILES * 8), ONE)
+            grid = (Extent(-(-experts // 16)), Extent(per_tokens=TOKEN_TILES * 8), ONE)
             return Kernel("router_logits", "router_logits_mma.cu.j2", mma, warps * 32, grid, 0, cost, "router logits in float32")
         block_experts, vector = 2, 4 if s.hidden_size % 4 == 0 else 1
         p = params.RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, block_experts, vector, self.mode.act)
@@ -588,7 +589,7 @@ class Catalogue:
 
     def _moe_sort(self) -> Kernel:
         experts, top_k = self.spec.n_routed_experts or 0, self.spec.num_experts_per_tok
-        block = block_for(experts, 512)
+        block = block_for(experts, min(512, SORT_BYTES // (experts * 4) * 32))
         p = params.MoeSort("moe_sort", experts, top_k, block)
         return Kernel("moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(0, top_k * 8, 0), "assignments grouped by expert")
 

@@ -188,7 +188,7 @@ def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Ar
 def check_router_logits(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     mma = bench.kernel.template == "router_logits_mma.cu.j2"
-    experts_a_block = 8 if mma else p.block_experts
+    experts_a_block = 16 if mma else p.block_experts
     experts = bench.few(p.experts, SLICE_TILES * experts_a_block)
     hidden = bench.random(bench.act, most, p.hidden)
     weight = bench.random("bf16" if mma else "f32", experts, p.hidden, scale=p.hidden**-0.5)

@@ -473,16 +473,22 @@ TEMPLATES = [
     ),
     *_in(
         "moe_sort",
-        ("a token's last expert is not grouped", "*num_tokens * TOP_K,", "*num_tokens * (TOP_K - 1),"),
+        ("a token's last expert is not grouped", "total = *num_tokens * TOP_K;", "total = *num_tokens * (TOP_K - 1);"),
+        ("assignments of an expert in another order", "__popc(lanes & ((1u << lane) - 1))", "__popc(lanes >> lane >> 1)"),
+        ("places are read after they were taken", "place[expert] : 0;\n  __syncwarp();\n", "place[expert] : 0;\n"),
+        ("only an expert's low bits are compared", "bit < EXPERTS; bit *= 2", "bit < EXPERTS / 2; bit *= 2"),
     ),
     *_in(
-        "templates/lib/moe_sort.cuh.j2",
+        "templates/lib/block_prefix.cuh.j2",
         ("the last warp's experts are not counted", "    all += warp_total[w];\n", "    if (w < WARPS - 1) all += warp_total[w];\n"),
         ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", ""),
         ("no barrier before the warps are joined", "= sum;\n  __syncthreads();\n", "= sum;\n"),
+        ("warps' prefixes of one lane too few", "if (lane >= distance) sum", "if (lane > distance) sum"),
+    ),
+    *_in(
+        "templates/lib/moe_sort.cuh.j2",
         ("lists one assignment late", "if (four.y == e) assignments[next[r]++]", "if (four.y == e) assignments[++next[r]]"),
         ("the tile is read before it is there", " : -1;\n    __syncthreads();\n    for", " : -1;\n    for"),
-        ("warps' prefixes of one lane too few", "if (lane >= distance) sum", "if (lane > distance) sum"),
     ),
     *_in(
         "peer_gather",
@@ -591,8 +597,12 @@ TEMPLATES = [
     ),
     *_in(
         "router_logits_mma",
-        ("experts beyond the last", "min(first_expert + GROUP, EXPERTS)", "first_expert + GROUP"),
-        ("tokens of the first tile", "logits + (size_t)first_token * EXPERTS", "logits"),
+        ("experts beyond the last", "if (first_expert + e >= EXPERTS) continue;", ""),
+        ("weights of experts beyond the last", "min(low + 8, EXPERTS - 1)", "(low + 8)"),
+        ("tokens of a block's second tile are the first's", "min(t * 8 + lane / 4, count - 1)", "min(lane / 4, count - 1)"),
+        ("an MMA's second half for its first", "e / 8 * 2 + m % 2", "m % 2 * 2 + e / 8"),
+        ("a warp's second round left out", "step += HELD_STEPS", "step += WARP_STEPS"),
+        ("tokens of the first tile", "logits[(size_t)(first_token + m) * EXPERTS", "logits[(size_t)m * EXPERTS"),
     ),
     *_in(
         "templates/lib/router_logits.cuh.j2",
