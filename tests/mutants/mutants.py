@@ -296,6 +296,7 @@ TEMPLATES = [
     *_in(
         "templates/lib/expert_items.cuh.j2",
         ("only an expert's first tile of tokens", "if (++tile == tiles) {", "{"),
+        ("a share's end is a whole row group's", "(row_group == end.row_group && tile < end.tile)", "row_group == end.row_group"),
         ("an expert's second row group is the first", "++row_group == lists.row_groups) row_group = 0, ++active", "true) ++active"),
     ),
     *_in("templates/lib/ranges.cuh.j2", ("a range's sum is lost", "if (range > 0) before = *mine;", "if (range > 1) before = *mine;")),
