@@ -18,7 +18,7 @@ from kdgen.placement import Placement, placements
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
-from kdgen.plan.params import PeerGather, PeerSum, PeerSumNorm
+from kdgen.plan.params import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec import Spec
 
@@ -251,6 +251,8 @@ def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:
     ranks, p = plan.shard.ranks, kernel.params
     if isinstance(p, PeerGather) or (isinstance(p, PeerSum) and rows <= p.direct_rows):
         return 1, 8 * p.width * rows * (ranks - 1)
+    if isinstance(p, PeerArgmax):
+        return 1, 8 * 2 * rows * (ranks - 1)
     if isinstance(p, PeerSumNorm):
         return 1, 8 * p.norm.width * rows * (ranks - 1)
     if isinstance(p, PeerSum):  # parts to the ranks that sum them, sums to all

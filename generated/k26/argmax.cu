@@ -17,15 +17,9 @@ __device__ __forceinline__ Best better(Best a, Best b) {
   return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    argmax(const int* num_tokens, const float* logits, int* next_token) {
-  begin_after_previous_kernel();
-  SHARED_ARRAY(float, warp_value, [WARPS]);
-  SHARED_ARRAY(int, warp_index, [WARPS]);
-  const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
-  const float* row = logits + (size_t)token_row * VOCAB;
-
+// for thread 0; a row of NaNs has none, and an index of 0x7fffffff
+__device__ __forceinline__ Best best_of_row(float (&warp_value)[WARPS], int (&warp_index)[WARPS],
+                                            const float* row) {
   Best best = {negative_infinity(), 0x7fffffff};
   for (int i = threadIdx.x; i < VOCAB; i += BLOCK) best = better(best, Best{row[i], i});
 #pragma unroll
@@ -37,8 +31,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     warp_index[threadIdx.x / 32] = best.index;
   }
   __syncthreads();
+  if (threadIdx.x == 0)
+    for (int w = 0; w < WARPS; ++w) best = better(best, Best{warp_value[w], warp_index[w]});
+  return best;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    argmax(const int* num_tokens, const float* logits, int* next_token) {
+  begin_after_previous_kernel();
+  SHARED_ARRAY(float, warp_value, [WARPS]);
+  SHARED_ARRAY(int, warp_index, [WARPS]);
+  const int token_row = blockIdx.x;
+  if (token_row >= *num_tokens) return;
+  const Best best = best_of_row(warp_value, warp_index, logits + (size_t)token_row * VOCAB);
   if (threadIdx.x != 0) return;
-  for (int w = 0; w < WARPS; ++w) best = better(best, Best{warp_value[w], warp_index[w]});
   next_token[token_row] = best.index < VOCAB ? best.index : 0;  // a row of NaNs has no largest
 }
 }  // namespace argmax

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
@@ -348,7 +348,7 @@ class Catalogue:
                 found.append(self._down_and_choice())
             found += [*self._experts(), self._moe_combine()]
         head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
-        found += [self._linear(head), self._argmax(), self._sample(), self._advance()]
+        found += [self._linear(head), self._choice(), self._sample(), self._advance()]
         if self.ranks > 1:
             found += self._joins()
         found += [self._tree_accept(), self._kv_compact(), *self._top_k()]
@@ -683,6 +683,15 @@ class Catalogue:
         cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)), 0)
         return Kernel("embed", "embed.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "token embedding into the residual")
 
+    def _choice(self) -> Kernel:
+        """The best token of each row, of all ranks where they reach each other's memory, else of a rank's part."""
+        argmax = self._argmax()
+        if self.ranks == 1 or self.exchange == "gather":
+            return argmax
+        p = params.PeerArgmax("rank_argmax", cast(params.Argmax, argmax.params), self.ranks)
+        cost, summary = argmax.cost + Cost(0, 2 * (4 + 12 * self.ranks)), "greedy choice over the ranks, through their memory"
+        return Kernel(p.name, "peer_argmax.cu.j2", p, argmax.block, argmax.grid, 0, cost, summary)
+
     def _argmax(self) -> Kernel:
         vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
         p = params.Argmax("argmax", vocab, self.ranks > 1, block)
@@ -720,13 +729,12 @@ class Catalogue:
         if norms_sums(self.ranks, self.exchange):
             used = sums if self.whole.attention_bias else sums[:1]
             found += [self._sum_and_norm(each) for each in used]
-        if self.exchange == "peer":
-            found += [self._peer_gather("gather_choice", 2, "int"), self._peer_gather("gather_logits", self.spec.vocab_size, "float")]
-        return [*found, self._rank_choice(), self._rank_logits()]
+        found.append(self._peer_gather("gather_logits", self.spec.vocab_size) if self.exchange == "peer" else self._rank_choice())
+        return [*found, self._rank_logits()]
 
-    def _peer_gather(self, name: str, width: int, kind: Literal["float", "int"]) -> Kernel:
+    def _peer_gather(self, name: str, width: int) -> Kernel:
         block = block_for(width)
-        p = params.PeerGather(name, width, self.ranks, kind, block)
+        p = params.PeerGather(name, width, self.ranks, block)
         grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
         cost = Cost(0, width * (4 + 12 * self.ranks))
         return Kernel(name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory")

@@ -459,11 +459,17 @@ class PeerSumNorm:
 
 
 @dataclass(frozen=True)
+class PeerArgmax:
+    name: str
+    part: Argmax
+    ranks: int
+
+
+@dataclass(frozen=True)
 class PeerGather:
     name: str
     width: int
     ranks: int
-    type: Literal["float", "int"]
     block: int
 
 

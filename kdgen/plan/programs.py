@@ -120,13 +120,15 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         found += [
             work("attention_part", "f32", rows, spec.hidden_size),
             work("mlp_part", "f32", rows, spec.hidden_size),
-            work("choice", "i32", rows, 2),
-            work("choices", "i32", shard.ranks, rows, 2),
             work("logits_parts", "f32", shard.ranks, rows, spec.vocab_size),
             work("whole_logits", "f32", rows, whole.vocab_size),
         ]
         if shard.exchange == "gather":
-            found.append(work("parts", "f32", shard.ranks, rows, spec.hidden_size))
+            found += [
+                work("parts", "f32", shard.ranks, rows, spec.hidden_size),
+                work("choice", "i32", rows, 2),
+                work("choices", "i32", shard.ranks, rows, 2),
+            ]
         else:
             for name, width in (("sum", spec.hidden_size), ("choice", 2), ("logits", spec.vocab_size)):
                 found += [  # a word and its round, for each of two turns
@@ -197,11 +199,15 @@ def _choices(spec: Spec, shard: Shard, rows: int) -> tuple[tuple[str, tuple[Laun
         return (
             ("", (launch("argmax", *_buffers("num_tokens logits next_token")), launch("sample", *_buffers(f"num_tokens logits {drawn}")))),
         )
-    greedy = (
-        launch("argmax", *_buffers("num_tokens logits"), integer(shard.rank * spec.vocab_size), buffer("choice")),
-        _gather(shard, rows, "choice", "choices"),
+    part = (*_buffers("num_tokens logits"), integer(shard.rank * spec.vocab_size))
+    greedy: tuple[Launch, ...] = (
+        launch("argmax", *part, buffer("choice")),
+        launch("gather_choice"),
         launch("rank_choice", *_buffers("num_tokens choices"), ROWS, buffer("next_token")),
     )
+    if shard.exchange == "peer":
+        places = Arg("ranks", "inbox_choice"), integer(shard.rank), integer(rows)
+        greedy = (launch("rank_argmax", *part, *places, *_buffers("rounds_choice next_token")),)
     sampled = (*joined_logits("whole_logits", rows, shard), launch("sample", *_buffers(f"num_tokens whole_logits {drawn}")))
     return ("", greedy), (SAMPLED, (*greedy, *sampled))
 
@@ -209,17 +215,10 @@ def _choices(spec: Spec, shard: Shard, rows: int) -> tuple[tuple[str, tuple[Laun
 def joined_logits(target: str, rows: int, shard: Shard) -> tuple[Launch, ...]:
     """The ranks' logits as whole rows in the buffer ``target``. ``rows``: the most token rows of a step."""
     join = launch("rank_logits", *_buffers("num_tokens logits_parts"), ROWS, buffer(target))
-    return _gather(shard, rows, "logits", "logits_parts"), join
-
-
-def _gather(shard: Shard, rows: int, source: str, target: str) -> Launch:
-    """Every rank's ``source``, one rank after another, to ``target``."""
     if shard.exchange == "gather":
-        return launch(f"gather_{source}")
-    return launch(
-        f"gather_{source}", *_buffers(f"num_tokens {source}"), Arg("ranks", f"inbox_{source}"), integer(shard.rank), integer(rows), ROWS,
-        *_buffers(f"rounds_{source} {target}"),
-    )  # fmt: skip
+        return launch("gather_logits"), join
+    places = Arg("ranks", "inbox_logits"), integer(shard.rank), integer(rows), ROWS
+    return launch("gather_logits", *_buffers("num_tokens logits"), *places, *_buffers("rounds_logits logits_parts")), join
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -225,6 +225,32 @@ def _same_apart(bench: Bench, found: dict[str, Array], parts: Array, residual: A
     bench.findings.same_bits(f"y of {norm.name}", found["y"], bench.read(y))
 
 
+@for_template(CHECKS, ["peer_argmax.cu.j2"])
+def check_peer_argmax(bench: Bench) -> None:
+    """Ties in a rank's part and between ranks, and rows of NaNs, of which this rank or every rank has some."""
+    p, most, each = bench.p, max(bench.tokens), bench.p.part.vocab
+    logits = bench.rng.integers(0, 3, (p.ranks, most, each)).astype(np.float32)  # many ties
+    logits[0, 0], logits[1:, 0] = -0.0, 0.0
+    for rank, row in ((_RANK, 1), (_RANK, 2), (0, 2), (slice(None), most - 1)):
+        logits[rank, row] = np.nan
+    none = np.asarray(np.isnan(logits).all(axis=2))
+    best = np.where(none, 0, np.nanargmax(np.where(none[..., None], 0, logits), axis=2))
+    values = np.where(none, -np.inf, np.take_along_axis(logits, best[..., None], axis=2)[..., 0]).astype(np.float32)
+    ids = np.where(none, 2**31 - 1, best + each * np.arange(p.ranks)[:, None]).astype(np.int32)
+    choices = np.stack([values.view(np.int32), ids], axis=2)
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        chosen, inboxes = bench.poisoned("i32", guard(count)), _Inboxes(bench, choices, rows, 1)
+        places = (inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
+        bench.launch(bench.integer(count), bench.input(logits[_RANK, rows]), _RANK * each, *places, chosen, tokens=count)
+        inboxes.check(choices[_RANK, rows])
+        return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
+
+    whole = np.concatenate(list(np.where(np.isnan(logits), -np.inf, logits)), axis=1)
+    check_rows(bench, run, {"next_token": (whole.argmax(axis=1), np.zeros(1))})
+
+
 @for_template(CHECKS, ["peer_gather.cu.j2"])
 def check_peer_gather(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)

@@ -38,14 +38,13 @@ TEMPLATES = [
     ),
     *_in(
         "argmax",
+        ("a rank's ids begin at 0", "first_token + best.index : best.index", "best.index : best.index"),
+    ),
+    *_in(
+        "templates/lib/argmax.cuh.j2",
         ("ties to the higher id", "b.index < a.index", "b.index > a.index"),
         ("the last warp is left out", "w < WARPS; ++w) best", "w < WARPS - 1; ++w) best"),
-        ("a rank's ids begin at 0", "first_token + best.index : best.index", "best.index : best.index"),
-        (
-            "no barrier before the warps are joined",
-            "  __syncthreads();\n  if (threadIdx.x != 0) return;",
-            "  if (threadIdx.x != 0) return;",
-        ),
+        ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
     ),
     *_in(
         "chain_rows",
@@ -490,6 +489,12 @@ TEMPLATES = [
         "templates/lib/moe_sort.cuh.j2",
         ("lists one assignment late", "if (four.y == e) assignments[next[r]++]", "if (four.y == e) assignments[++next[r]]"),
         ("the tile is read before it is there", " : -1;\n    __syncthreads();\n    for", " : -1;\n    for"),
+    ),
+    *_in(
+        "peer_argmax",
+        ("the best of this rank alone", "best = better(best, Best{words[0], __float_as_int(words[1])});", ";"),
+        ("a rank's ids begin at 0", "best.index += first_token;", ";"),
+        ("a row of NaNs has a token of the last rank", "best.index : 0;", "best.index : VOCAB * RANKS - 1;"),
     ),
     *_in(
         "peer_gather",
