@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
                   const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits, const int* sequence_length) {
+                  int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
   if (threadIdx.x < PARTS) mbarrier_init(&shared->query_filled[threadIdx.x], LOADERS / 32);
   if (threadIdx.x < STAGES) {
@@ -190,10 +190,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const int stage = threadIdx.x % 128 / LOADERS;
     const int first_row = threadIdx.x % LOADERS / 8, piece = threadIdx.x % 8;
     auto load = [&](int token_row, int rows, int, int first_key, int end_key, bool new_row) {
+      const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW + piece * 8;
+      const int prefix = row_prefix[token_row];
+      const int* path = row_path + token_row * MAX_PATH;
+      wait_for_previous_kernel();               // for the queries and this step's cache rows
       if (new_row && tile % STAGES != stage) {  // the others fill the first tile meanwhile
         // after the last tile that met the last query
         if (tile > 0) mbarrier_wait(&shared->read[stage], ((tile - 1) / STAGES) & 1);
-        wait_for_previous_kernel();
         const bf16* heads = query + ((size_t)token_row * HEADS + head_tile * TILE) * ROW + piece * 8;
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -205,13 +208,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         }
         announce<PARTS - 1>(shared->query_filled);
       }
-      const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW + piece * 8;
-      const int prefix = row_prefix[token_row], committed = sequence_length[row_sequence[token_row]];
-      const int* path = row_path + token_row * MAX_PATH;
       for (int key = first_key; key < end_key; key += TILE, ++tile) {
         if (tile % STAGES != stage) continue;
         if (tile >= STAGES) mbarrier_wait(&shared->read[stage], (tile / STAGES - 1) & 1);
-        if (min(key + TILE, end_key) > committed) wait_for_previous_kernel();  // for cache rows of this step
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
 #pragma unroll 4

@@ -8,6 +8,10 @@ namespace argmax {
 constexpr int VOCAB = 400;
 constexpr int BLOCK = 128;
 constexpr int WARPS = BLOCK / 32;
+constexpr int VECTOR = 4;  // consecutive logits of a thread
+struct alignas(4 * VECTOR) Vector {
+  float values[VECTOR];
+};
 
 struct Best {
   float value;
@@ -21,7 +25,12 @@ __device__ __forceinline__ Best better(Best a, Best b) {
 __device__ __forceinline__ Best best_of_row(float (&warp_value)[WARPS], int (&warp_index)[WARPS],
                                             const float* row) {
   Best best = {negative_infinity(), 0x7fffffff};
-  for (int i = threadIdx.x; i < VOCAB; i += BLOCK) best = better(best, Best{row[i], i});
+#pragma unroll 8
+  for (int i = threadIdx.x * VECTOR; i < VOCAB; i += BLOCK * VECTOR) {
+    const Vector logit = *reinterpret_cast<const Vector*>(row + i);
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) best = better(best, Best{logit.values[v], i + v});
+  }
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1)
     best = better(best, Best{__shfl_xor_sync(0xffffffffu, best.value, offset),

@@ -694,7 +694,7 @@ class Catalogue:
 
     def _argmax(self) -> Kernel:
         vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
-        p = params.Argmax("argmax", vocab, self.ranks > 1, block)
+        p = params.Argmax("argmax", vocab, self.ranks > 1, block, 1 if vocab % 4 else 4)
         return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
 
     def _sample(self) -> Kernel:

@@ -353,6 +353,7 @@ class Argmax:
     vocab: int
     sharded: bool
     block: int
+    vector: int
 
 
 @dataclass(frozen=True)

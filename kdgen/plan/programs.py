@@ -404,9 +404,8 @@ def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> tuple[
 
     parts = _buffers("split_values split_max split_sum")
     seen = of_group("row_sequence row_position row_prefix row_path query")
-    committed = (buffer("sequence_length"),) if mode.wgmma else ()
     return (
-        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(limits.capacity), splits, *committed),
+        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(limits.capacity), splits),
         launch("mla_combine", count, *of_group("row_position"), *parts, *of_group("latent"), splits),
     )
 

@@ -214,9 +214,8 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
     meta = [bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes, rows.paths)]
-    committed = [bench.input(np.zeros(len(rows.cache), np.int32))] if wgmma else []  # whose keys may be loaded early
     bench.launch(
-        bench.integer(count), *meta, bench.input(rows.query), bench.input(rows.cache), *outputs, rows.cache.shape[1], splits, *committed,
+        bench.integer(count), *meta, bench.input(rows.query), bench.input(rows.cache), *outputs, rows.cache.shape[1], splits,
         tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
     )  # fmt: skip
     live = np.zeros((guard(count), splits), bool)
