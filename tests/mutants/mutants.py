@@ -513,9 +513,8 @@ TEMPLATES = [
     ),
     *_in(
         "peer_sum_norm",
-        ("the round is kept for the first columns alone", "threadIdx.x < COUNTERS) my_rounds", "threadIdx.x < 1) my_rounds"),
+        ("the round is not kept", "my_rounds[threadIdx.x] = (int)round;", "(void)my_rounds;"),
         ("parts go to the turn before", "[(my_rank + other) % RANKS]) + turn", "[(my_rank + other) % RANKS])"),
-        ("the last vectors as far apart as the others", "min(BLOCK, WIDTH / VECTOR - r * BLOCK)", "BLOCK"),
         ("the norm of what was there before", "  normalise(warp_square_sum, gain, row,", "  normalise(warp_square_sum, gain, parts[0],"),
         ("one part for all of it", "(my_rank + other) % RANKS == rank", "(my_rank + other) % RANKS != rank"),
         ("the bias once a rank", "      sum += added[r].values[v];", "      sum += RANKS * added[r].values[v];"),

@@ -3,6 +3,7 @@ decodes of several sequences, in shuffled order with late copies, and under the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
+from kdgen.plan.shard import Shard
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import TOKENS
@@ -48,6 +50,18 @@ CASES = [
     for backend in BACKENDS
     for place, kernel in enumerate(model(name, compute)[1].kernels)
 ]
+
+
+@pytest.mark.parametrize("hidden", [576, 4160])
+def test_sums_with_norms_of_wide_rows(hidden: int) -> None:
+    """More than one block a row where the sum is a launch of its own, each with a round; a last round of vectors that is no full one."""
+    spec = load_spec("tiny").model_copy(update={"hidden_size": hidden, "intermediate_size": 32, "moe_intermediate_size": 32})
+    plan = build_plan(spec, "f32", shard=Shard(2, 1, "peer"))
+    kernel, backend = plan.kernel("rank_sum_norm"), open_backend("cpu")
+    plan = replace(plan, kernels=tuple(plan.kernel(name) for name in ("rank_sum", "rmsnorm_hidden", kernel.name)))
+    load_kernels(backend, plan)
+    check = check_kernel(backend, spec, plan, kernel, np.random.default_rng(3), tokens=(1, 7))
+    assert check.ok and check.ran, check.why
 
 
 @pytest.mark.parametrize(("name", "compute", "place", "backend"), CASES)
