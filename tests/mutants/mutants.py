@@ -516,7 +516,7 @@ TEMPLATES = [
         ("the round is not kept", "my_rounds[threadIdx.x] = (int)round;", "(void)my_rounds;"),
         ("parts go to the turn before", "[(my_rank + other) % RANKS]) + turn", "[(my_rank + other) % RANKS])"),
         ("the norm of what was there before", "  normalise(warp_square_sum, gain, row,", "  normalise(warp_square_sum, gain, parts[0],"),
-        ("one part for all of it", "(my_rank + other) % RANKS == rank", "(my_rank + other) % RANKS != rank"),
+        ("the others' parts are left out", "== rank ? parts[other][r].values[v] : value", "== rank ? value : value"),
         ("the bias once a rank", "      sum += added[r].values[v];", "      sum += RANKS * added[r].values[v];"),
     ),
     *_in(
