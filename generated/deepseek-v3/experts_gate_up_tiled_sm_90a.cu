@@ -43,26 +43,32 @@ constexpr int STEP_INPUTS = PARTS * PART_INPUTS;
 constexpr int STAGE_STEPS = 4;  // steps that come at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
-constexpr int PIECES = STAGE_STEPS * STEP_INPUTS / 8;  // of 8 inputs, in a token's stage
-constexpr int SLOTS = 3;                               // stages of weights and inputs on their way or in use
-constexpr int X_SLOTS = 4;                             // stages of inputs as tensor cores read them
+constexpr int STAGE_INPUTS = STAGE_STEPS * STEP_INPUTS, TILES = (STAGE_INPUTS + 63) / 64;  // of 64 inputs
+constexpr int PIECES =
+    STAGE_INPUTS / TILES / 8;  // of 8 inputs, that a token has in a tile; a thread brings one
+constexpr int SLOTS = 3;       // stages on their way or in use
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
-static_assert(TOKENS * PIECES <= BLOCK, "a thread brings one piece");
+static_assert(STAGE_INPUTS % (TILES * 8) == 0 && TOKENS * PIECES <= BLOCK,
+              "a thread has one piece of a tile");
 constexpr int OUTPUTS = ROWS / 2;  // a tile holds 8 gate rows and their 8 up rows
 
-// 221216 bytes, of the 227 KiB that sm_90a has
+// 213016 bytes, of the 227 KiB that sm_90a has
 struct Shared {
-  bf16 x[X_SLOTS][TOKENS][64];
-  float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far
-  uint4 piece[SLOTS][BLOCK];        // each thread's own, as it comes
+  bf16 x[SLOTS][TILES][TOKENS][64];  // as tensor cores read it
+  float4 total[TOKENS / 8][BLOCK];   // each thread's own, of the ranges so far
+  uint4 piece[SLOTS][TILES][BLOCK];  // each thread's own, as it comes
   unsigned char weights[WARPS][SLOTS][STAGE_BYTES];
-  u64 filled[X_SLOTS];
+  u64 filled[SLOTS];  // x
 };
 
 // The experts that have tokens, and their tokens' places in `assignments`.
 struct Lists {
   const int *active_expert, *active_begin, *active_end, *assignments;
   int row_groups;  // of WARPS row tiles
+
+  __device__ __forceinline__ int tokens(int active) const {
+    return active_end[active] - active_begin[active];
+  }
 };
 
 // Tokens are shared out evenly among as few tiles as hold them.
@@ -78,30 +84,31 @@ __device__ __forceinline__ int tile_cost(int tokens) { return tile_size(tokens) 
 // A tile of the tokens of an active expert, for a group of row tiles. Tiles come first, then row groups, then experts.
 struct Item {
   int active, row_group, tile;
-  int tiles, begin, count;  // of that expert; of that tile
 
-  __device__ __forceinline__ void open(const Lists& lists) {
-    const int first = lists.active_begin[active], all = lists.active_end[active] - first,
-              size = tile_size(all);
-    tiles = tiles_of(all), begin = first + tile * size, count = min(size, all - tile * size);
+  // Its tokens' first place, and how many they are. Not kept: registers are scarce.
+  __device__ __forceinline__ int begin(const Lists& lists) const {
+    return lists.active_begin[active] + tile * tile_size(lists.tokens(active));
+  }
+  __device__ __forceinline__ int count(const Lists& lists) const {
+    const int all = lists.tokens(active), size = tile_size(all);
+    return min(size, all - tile * size);
   }
   __device__ __forceinline__ bool before(const Item& end) const {
     if (active != end.active) return active < end.active;
     return row_group < end.row_group || (row_group == end.row_group && tile < end.tile);
   }
-  __device__ __forceinline__ void next(const Lists& lists, const Item& end) {
-    if (++tile == tiles) {
+  __device__ __forceinline__ void next(const Lists& lists) {
+    if (++tile == tiles_of(lists.tokens(active))) {
       tile = 0;
       if (++row_group == lists.row_groups) row_group = 0, ++active;
     }
-    if (before(end)) open(lists);
   }
 };
 
 __device__ __forceinline__ int cost_before(const Lists& lists, int experts, int first, int& all) {
   const int lane = threadIdx.x % 32, i = first + lane;
-  const int tokens = i < experts ? lists.active_end[i] - lists.active_begin[i] : 0;
-  const int cost = tokens > 0 ? lists.row_groups * tiles_of(tokens) * tile_cost(tokens) : 0;
+  const int cost =
+      i < experts ? lists.row_groups * tiles_of(lists.tokens(i)) * tile_cost(lists.tokens(i)) : 0;
   int sum = cost;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -113,7 +120,7 @@ __device__ __forceinline__ int cost_before(const Lists& lists, int experts, int 
 }
 // The first item that begins at `share` of all the costs or later.
 __device__ __forceinline__ Item item_at(const Lists& lists, int experts, int share) {
-  Item found{experts, 0, 0, 0, 0, 0};
+  Item found{experts, 0, 0};
   for (int first = 0, done = 0; first < experts; first += 32) {
     int all;
     const int begin = done + cost_before(lists, experts, first, all);
@@ -122,8 +129,7 @@ __device__ __forceinline__ Item item_at(const Lists& lists, int experts, int sha
           __popc(__ballot_sync(0xffffffffu, begin <= share && first + (int)threadIdx.x % 32 < experts));
       found.active = first + before - 1;
       const int into = share - __shfl_sync(0xffffffffu, begin, before - 1);
-      const int tokens = lists.active_end[found.active] - lists.active_begin[found.active],
-                tiles = tiles_of(tokens);
+      const int tokens = lists.tokens(found.active), tiles = tiles_of(tokens);
       const int items_before = (into + tile_cost(tokens) - 1) / tile_cost(tokens);
       found.row_group = items_before / tiles, found.tile = items_before % tiles;
       if (found.row_group == lists.row_groups) found.row_group = 0, ++found.active;
@@ -141,9 +147,10 @@ struct Loader {
   const bf16* x;
   int row_tiles;
   Item item;
-  int stage, brought;            // the stage of the item that comes next; all stages so far
-  u32 slot;                      // where it comes to
-  const unsigned char* weights;  // this lane's, of that stage
+  int stage,
+      unarranged;  // the stage of the item that comes next; stages that were brought and are not arranged yet
+  int slot, parity;              // of the stage in use, and its barrier's
+  const unsigned char* weights;  // this lane's, of the stage that comes next
   const bf16* inputs;            // this thread's
   bool has_token;
 
@@ -153,43 +160,57 @@ struct Loader {
     const int row_tile = min(item.row_group * WARPS + warp, row_tiles - 1);
     weights = weight + ((size_t)lists.active_expert[item.active] * ROW_TILES + row_tile) * TILE_BYTES +
               threadIdx.x % 32 * 16;
-    has_token = token < item.count;
-    const int row = has_token ? lists.assignments[item.begin + token] / ASSIGNMENTS_PER_X_ROW : 0;
+    has_token = token < item.count(lists);
+    const int row = has_token ? lists.assignments[item.begin(lists) + token] / ASSIGNMENTS_PER_X_ROW : 0;
     inputs = x + (size_t)row * COLS + threadIdx.x % PIECES * 8;
   }
-  __device__ __forceinline__ void bring(const Lists& lists, const Item& end) {
+  __device__ __forceinline__ void bring(int slot, const Lists& lists, const Item& end) {
     if (item.before(end)) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
       for (int at = 0; at < STAGE_BYTES; at += 512)
         if (at + 512 <= STAGE_BYTES || at + lane * 16 < STAGE_BYTES)
           cp_async_16(shared->weights[warp][slot] + at + lane * 16, weights + at, true);
-      const bool there =
-          !ODD_COLS || stage * STAGE_STEPS * STEP_INPUTS + (int)threadIdx.x % PIECES * 8 < COLS;
-      cp_async_16(&shared->piece[slot][threadIdx.x], inputs, has_token && there);
-      weights += STAGE_BYTES, inputs += STAGE_STEPS * STEP_INPUTS, ++brought;
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const bool there = !ODD_COLS || stage * STAGE_INPUTS + t * 64 + (int)threadIdx.x % PIECES * 8 < COLS;
+        cp_async_16(&shared->piece[slot][t][threadIdx.x], inputs + t * 64, has_token && there);
+      }
+      weights += STAGE_BYTES, inputs += STAGE_INPUTS, ++unarranged;
       if (++stage == STAGES) {
         stage = 0;
-        item.next(lists, end);
+        item.next(lists);
         if (item.before(end)) open(lists);
       }
     }
     cp_async_commit();
-    slot = slot + 1 == SLOTS ? 0 : slot + 1;
   }
-  // This thread's piece of a stage to where tensor cores read it: inside a step in the order of the weights' fragments.
-  __device__ __forceinline__ void arrange(int stage) {
+  // This thread's pieces of a stage to where tensor cores read them: in the order of the weights' fragments.
+  __device__ __forceinline__ void arrange(int slot) {
     const int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-    char* tile = reinterpret_cast<char*>(shared->x[stage % X_SLOTS]);
-    if (TOKENS * PIECES == BLOCK || token < TOKENS) {
-      const uint4 words = shared->piece[stage % SLOTS][threadIdx.x];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      char* tile = reinterpret_cast<char*>(shared->x[slot][t]);
+      if (TOKENS * PIECES < BLOCK && token >= TOKENS) break;
+      const uint4 words = shared->piece[slot][t][threadIdx.x];
       const int first = piece / 2 * 2, at = piece % 2 * 8;
       *reinterpret_cast<uint2*>(tile + swizzled(token, first) + at) = make_uint2(words.x, words.z);
       *reinterpret_cast<uint2*>(tile + swizzled(token, first + 1) + at) = make_uint2(words.y, words.w);
     }
     fence_for_wgmma();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[stage % X_SLOTS]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[slot]);
+    --unarranged;
+  }
+  // Goes on to the next stage while tensor cores work on the one in use, of which nothing but its inputs is needed any
+  // more: arranges it, and brings another to the slot in use.
+  __device__ __forceinline__ void next_stage(const Lists& lists, const Item& end) {
+    const int next = slot + 1 == SLOTS ? 0 : slot + 1;
+    cp_async_wait<SLOTS - 2>();  // the next stage is there
+    __syncwarp();                // for all lanes, which have read the slot that is filled now
+    if (unarranged > 0) arrange(next);
+    bring(slot, lists, end);
+    slot = next, parity ^= next == 0;
   }
 };
 
@@ -224,30 +245,24 @@ __device__ __forceinline__ void store_tile(const float (&total)[FLOATS], const i
   }
 }
 
-// An item of up to WIDTH tokens. `now` counts the block's stages.
+// An item of up to WIDTH tokens.
 template <int WIDTH>
 __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, const Item& item,
-                                         const Item& end, int& now, bf16* y) {
+                                         const Item& end, bf16* y) {
   Shared* shared = loader.shared;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
-  const bool idle = item.row_group * WARPS + warp / 4 * 4 >= loader.row_tiles;  // all of this warpgroup
   float sum[WIDTH / 2];
 #pragma unroll 1
   for (int range = 0; range < RANGES; ++range) {
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
-    for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage, ++now) {
-      cp_async_wait<SLOTS - 3>();  // the next stage is there
-      __syncwarp();                // for all lanes, which have read the slot that is filled now
-      // Whoever comes here has waited for the stage before, so all warps are done with the one two before that, whose
-      // slot this is.
-      if (now + 1 < loader.brought) loader.arrange(now + 1);
-      loader.bring(lists, end);
-      mbarrier_wait(&shared->filled[now % X_SLOTS], (now / X_SLOTS) & 1);
-      if (idle) continue;
-      const unsigned char* weights = shared->weights[warp][now % SLOTS];
-      const u64 inputs = wgmma_tile(shared->x[now % X_SLOTS], 0);
+    for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage) {
+      // Whoever has waited here knows that all warps have begun with the stage before, so are done with the one before
+      // that, to whose slot next_stage arranges.
+      mbarrier_wait(&shared->filled[loader.slot], loader.parity);
+      const unsigned char* weights = shared->weights[warp][loader.slot];
+      const u64 inputs = wgmma_tile(shared->x[loader.slot], 0);
       u32 a[STAGE_STEPS][4];
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) fragment_of(a[s], weights + s * STEP_BYTES + lane * 16);
@@ -255,12 +270,14 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), true);
       wgmma_commit();
+      loader.next_stage(lists, end);
       wgmma_wait(sum, a);
     }
     add_range(sum, shared->total, range);
   }
   const int row_tile = item.row_group * WARPS + warp;
-  if (row_tile < loader.row_tiles) store_tile(sum, lists.assignments + item.begin, item.count, row_tile, y);
+  if (row_tile < loader.row_tiles)
+    store_tile(sum, lists.assignments + item.begin(lists), item.count(lists), row_tile, y);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
@@ -268,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                           const int* active_end, const int* assignments, const bf16* x,
                           const unsigned char* __restrict__ weight, bf16* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
-  if (threadIdx.x < X_SLOTS) mbarrier_init(&shared->filled[threadIdx.x], WARPS);
+  if (threadIdx.x < SLOTS) mbarrier_init(&shared->filled[threadIdx.x], WARPS);
   __syncthreads();
   begin_after_previous_kernel();
   const int experts = *num_active;
@@ -279,35 +296,34 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   Item item = item_at(lists, experts, (int)((long long)costs * blockIdx.x / gridDim.x));
   const Item end = item_at(lists, experts, (int)((long long)costs * (blockIdx.x + 1) / gridDim.x));
   if (!item.before(end)) return;
-  item.open(lists);
-  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, nullptr, nullptr, false};
+  Loader loader{shared, weight, x, row_tiles, item, 0, 0, 0, 0, nullptr, nullptr, false};
   loader.open(lists);
 #pragma unroll 1
-  for (int stage = 0; stage < SLOTS - 1; ++stage) loader.bring(lists, end);
-  cp_async_wait<SLOTS - 2>();
+  for (int slot = 0; slot < SLOTS; ++slot) loader.bring(slot, lists, end);
+  cp_async_wait<SLOTS - 1>();
   loader.arrange(0);
-  for (int now = 0; item.before(end); item.next(lists, end)) {
-    switch ((item.count + 7) / 8) {  // columns that an MMA is wide
+  for (; item.before(end); item.next(lists)) {
+    switch ((item.count(lists) + 7) / 8) {  // columns that an MMA is wide
       case 3:
-        multiply<24>(loader, lists, item, end, now, y);
+        multiply<24>(loader, lists, item, end, y);
         break;
       case 4:
-        multiply<32>(loader, lists, item, end, now, y);
+        multiply<32>(loader, lists, item, end, y);
         break;
       case 5:
-        multiply<40>(loader, lists, item, end, now, y);
+        multiply<40>(loader, lists, item, end, y);
         break;
       case 6:
-        multiply<48>(loader, lists, item, end, now, y);
+        multiply<48>(loader, lists, item, end, y);
         break;
       case 7:
-        multiply<56>(loader, lists, item, end, now, y);
+        multiply<56>(loader, lists, item, end, y);
         break;
       case 8:
-        multiply<64>(loader, lists, item, end, now, y);
+        multiply<64>(loader, lists, item, end, y);
         break;
       default:
-        multiply<16>(loader, lists, item, end, now, y);
+        multiply<16>(loader, lists, item, end, y);
     }
   }
 }

@@ -23,6 +23,7 @@ WARPS = 16  #: a tile of 16 weight rows each
 LINEAR_TOKENS = 128  #: of a block: as many as its registers can hold sums of
 EXPERT_TOKENS = 64  #: of an expert, of a block at a time
 SLOTS = 4  #: stages of inputs in shared memory
+EXPERT_SLOTS = 3  #: stages of an expert's weights and inputs in shared memory
 BARRIER_BYTES = 8
 
 
@@ -90,15 +91,14 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     memory, and so are the weights of a few stages, which have a long way from memory."""
     step_inputs, step_bytes = expert_step(p.int4)
     range_steps = -(-p.cols // step_inputs) // p.warps
-    stage_steps = 1 if p.int4 else next(n for n in (4, 2, 1) if range_steps % n == 0)
-    stage_bytes = stage_steps * step_bytes
-    slots = 6 if p.int4 else 3
-    tiles, totals = SLOTS * EXPERT_TOKENS * 128, EXPERT_TOKENS // 8 * WARPS * 32 * 16
-    smem = tiles + totals + slots * WARPS * (32 * 16 + stage_bytes) + SLOTS * BARRIER_BYTES
+    stage_steps = next(n for n in ((2, 1) if p.int4 else (4, 2, 1)) if range_steps % n == 0)
+    inputs = -(-stage_steps * step_inputs // 64) * 64 * EXPERT_TOKENS * 2  # as they come, and as tensor cores read them
+    stages = EXPERT_SLOTS * (2 * inputs + WARPS * stage_steps * step_bytes + BARRIER_BYTES)
+    smem = stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16
     twin = params.ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
-        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=slots, smem_comment=_smem_comment(smem), int4=p.int4, out=p.out,
-        gated=p.gated, weight_comment=p.weight_comment,
+        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, smem_comment=_smem_comment(smem), int4=p.int4,
+        out=p.out, gated=p.gated, weight_comment=p.weight_comment,
     )  # fmt: skip
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
     summary = f"{kernel.summary}, for many rows"
