@@ -107,7 +107,9 @@ class LazyGroup(click.Group):
                 traceback.print_exc()
             click.echo("kdgen: error: out of memory on the host", err=True)
             ctx.exit(2)
-        except Exception:
+        except Exception as error:
+            if (code := _end_behind(error)) is not None:
+                ctx.exit(code)
             traceback.print_exc()
             click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
             ctx.exit(2)
@@ -132,6 +134,16 @@ def _ended_in_order() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _end_behind(error: Exception) -> int | None:
+    """The exit code of a request to end in whose wake ``error`` came, if it did: a library that was interrupted with a lock half taken
+    raises another error, which is no bug.
+    """
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, SystemExit):
+        behind = behind.__context__
+    return behind.code if behind is not None and isinstance(behind.code, int) and behind.code > 128 else None
 
 
 def _discard_output() -> None:

@@ -136,8 +136,10 @@ def test_a_reader_that_leaves_early_is_no_traceback(file: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_a_request_to_end_tidies_up() -> None:
-    script = """
+@pytest.mark.parametrize("then", ["", "raise RuntimeError('release unlocked lock')"])
+def test_a_request_to_end_tidies_up(then: str) -> None:
+    """Also where what it interrupted raises another error, as a lock does whose taking was cut off."""
+    script = f"""
 import os, signal, time
 from kdgen.cli import doctor, main
 
@@ -147,6 +149,7 @@ def examine():
         time.sleep(60)
     finally:
         print("tidied", flush=True)
+        {then}
 
 doctor.examine = examine
 main(["doctor"], prog_name="kdgen")
