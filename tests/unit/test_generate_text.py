@@ -184,7 +184,7 @@ def test_control_c_ends_with_statistics(model: Path, options: tuple[str, ...]) -
     assert process.returncode == 130, said
     lines = said.decode().splitlines()
     assert first and (first + output).endswith(b"\n")
-    assert len(lines) == 2 and "(interrupted): " in lines[1] and " forwards" in lines[1]
+    assert len(lines) == 2 and "(interrupted): " in lines[1] and " forward" in lines[1]
 
 
 def test_control_c_before_there_is_anything(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
