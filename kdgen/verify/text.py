@@ -22,7 +22,8 @@ class _Text:
     """A kernel as the rules see it."""
 
     name: str
-    body: str  #: of the kernel function itself, without comments
+    code: str  #: all of it, without comments
+    body: str  #: of the kernel function itself
     parameters: tuple[str, ...]
     written: frozenset[str]  #: parameters that it writes through
     early: frozenset[str]  #: those of other kernels' data that it may read before it waits
@@ -42,9 +43,8 @@ def text_problems(kernels: Sequence[Rendered]) -> list[str]:
             found.append(f"{text.name} waits {len(waits)} times for the kernel before it")
         elif re.search(r"\breturn\b", text.body[: waits[0].start()]):
             found.append(f"{text.name} has return before it waits for the kernel before it")
-        code = re.sub(r"//.*", "", rendered.text)
         for rule, pattern in (("atomic operation", _ATOMIC), ("inexact function", _FAST)):
-            if used := pattern.search(code):
+            if used := pattern.search(text.code):
                 found.append(f"{text.name} uses the {rule} {used[0].rstrip('( ')}")
     return found
 
@@ -79,8 +79,8 @@ def _buffer_of(launch: Launch, text: _Text, parameter: str) -> str | None:
 
 
 def _read(rendered: Rendered) -> _Text:
-    code = re.sub(r"//.*", "", rendered.text).partition("__global__")[2]
-    head, _, body = code.partition("{")
+    code = re.sub(r"//.*", "", rendered.text)
+    head, _, body = code.partition("__global__")[2].partition("{")
     declared = [declaration.strip() for declaration in head[head.rindex("(") + 1 : head.rindex(")")].split(",")]
     names = tuple(re.split(r"[\s*]+", declaration)[-1] for declaration in declared)
     pointers = {name: declaration for name, declaration in zip(names, declared, strict=True) if "*" in declaration}
@@ -94,4 +94,4 @@ def _read(rendered: Rendered) -> _Text:
     }
     written = frozenset(name for name, declaration in pointers.items() if not declaration.startswith("const "))
     late = bool(waits and allow and waits[0].end() <= allow.start())
-    return _Text(rendered.kernel.name, body, names, written, frozenset(early - waited), late, bool(waited))
+    return _Text(rendered.kernel.name, code, body, names, written, frozenset(early - waited), late, bool(waited))

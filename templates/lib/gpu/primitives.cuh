@@ -304,25 +304,27 @@ __device__ __forceinline__ bool word_is_there(const u64* from, u32 round, u32& w
 template <int N>
 __device__ __forceinline__ void send_words(u64* to, const float* values, u32 round) {
   static_assert(N == 1 || N == 2, "8 or 16 bytes");
-  u64 words[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) words[i] = (u64)round << 32 | __float_as_uint(values[i]);
-  if constexpr (N == 1) asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(words[0]) : "memory");
-  else asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(words[0]), "l"(words[N - 1]) : "memory");
+  if constexpr (N == 1) {
+    send_word(to, __float_as_uint(values[0]), round);
+  } else {
+    const u64 low = (u64)round << 32 | __float_as_uint(values[0]), high = (u64)round << 32 | __float_as_uint(values[1]);
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(low), "l"(high) : "memory");
+  }
 }
 template <int N>
 __device__ __forceinline__ bool words_are_there(const u64* from, u32 round, float* values) {
   static_assert(N == 1 || N == 2, "8 or 16 bytes");
-  u64 words[N];
-  if constexpr (N == 1) asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(words[0]) : "l"(from) : "memory");
-  else asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[N - 1]) : "l"(from) : "memory");
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    values[i] = __uint_as_float((u32)words[i]);
-    all = all && (u32)(words[i] >> 32) == round;
+  if constexpr (N == 1) {
+    u32 word;
+    const bool there = word_is_there(from, round, word);
+    values[0] = __uint_as_float(word);
+    return there;
+  } else {
+    u64 low, high;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+    values[0] = __uint_as_float((u32)low), values[1] = __uint_as_float((u32)high);
+    return (u32)(low >> 32) == round && (u32)(high >> 32) == round;
   }
-  return all;
 }
 
 // ---- warps ----------------------------------------------------------------
