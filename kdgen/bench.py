@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from kdgen.backends.base import AllGather, Argument, Launch, Pointer, Source, Work
 from kdgen.backends.cuda import CudaBackend
+from kdgen.bench_humming import Humming, open_humming
 from kdgen.bench_parts import (
     ExpertsTime,
     PartTime,
@@ -92,6 +93,7 @@ class BenchReport:
     experts: tuple[ExpertsTime, ...] = ()
     prefill: PrefillTime | None = None
     peer: str = ""  #: who, or why there is none; empty where none was asked for
+    missing: str = ""  #: why experts have no column of Humming's where it was asked for
     peers: tuple[PeerTime, ...] = ()
 
 
@@ -133,6 +135,7 @@ def measure_parts(
         raise KdgenError(NO_GPU)
     torch = open_torch() if peers else ""
     peer = torch if isinstance(torch, Torch) else None
+    humming: Humming | str = ""
     parts: list[PartTime] = []
     rounds: list[RoundTime] = []
     beside: list[PeerTime] = []
@@ -148,17 +151,26 @@ def measure_parts(
             say(f"rounds at context {context}")
             rounds += round_times(engine, context)
     experts = []
+    if peer and spec.has_moe and spec.quantization:
+        say("Humming's kernels")
+        humming = open_humming(
+            peer, spec.n_routed_experts or 0, spec.hidden_size, spec.moe_intermediate_size or 0, spec.quantization.group_size
+        )
     pairs = zip(nodes, distinct, strict=True) if distinct and spec.has_moe else wanted_experts(engine, nodes)
     for rows, hit in pairs:
         say(f"{hit} experts, {rows} rows")
-        experts.append(experts_time(engine, rows, hit, bandwidth, peer))
+        experts.append(experts_time(engine, rows, hit, bandwidth, peer, humming if isinstance(humming, Humming) else None))
     chunks = None
     if prefill:
         say(f"a prompt of {prefill} tokens")
         rate = matrix_rate(backend, backend.gpu.multiprocessors)
         chunks = prefill_time(engine, prefill, max(rate, peer.matrix_rate()) if peer else rate)
     who = peer.name if peer else str(torch)
-    return replace(report, parts=tuple(parts), rounds=tuple(rounds), experts=tuple(experts), prefill=chunks, peer=who, peers=tuple(beside))
+    missing = humming if isinstance(humming, str) else ""
+    return replace(
+        report, parts=tuple(parts), rounds=tuple(rounds), experts=tuple(experts), prefill=chunks, peer=who, missing=missing,
+        peers=tuple(beside),
+    )  # fmt: skip
 
 
 def read_bandwidth(backend: CudaBackend) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdgen.backends.base import Backend, Launch, Pointer, Source
+from kdgen.bench_humming import Humming
 from kdgen.bench_peers import Torch
 from kdgen.bench_timing import Contender, median, medians
 from kdgen.drafters.base import BlockDraft
@@ -28,6 +29,7 @@ EXPERTS = ("experts_gate_up", "experts_down")
 ATTENTION = ("mla_attention", "mla_combine")
 REPEATS = 8  #: of short work in one record, so that starting it does not count
 MATRIX_ROUNDS = 4096
+HUMMING_CALLS = 6  #: in one record, each with other experts: more bytes than any GPU caches
 PREFILLS = 5  #: the first launches kernel by kernel, the second records
 
 
@@ -51,14 +53,22 @@ class RoundTime:
 
 
 @dataclass(frozen=True)
+class PeerExperts:
+    """The same experts by a peer, for as many tokens each."""
+
+    peer: str
+    microseconds: float
+
+
+@dataclass(frozen=True)
 class ExpertsTime:
-    """gate_up, SiLU and down of one layer's routed experts."""
+    """gate_up, SiLU and down of one layer's routed experts; peers' are measured in turn with ours."""
 
     rows: int
     experts: int  #: distinct ones
     microseconds: float
     floor_microseconds: float
-    peer_microseconds: float | None
+    peers: tuple[PeerExperts, ...]
 
 
 @dataclass(frozen=True)
@@ -132,15 +142,17 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> int:
     return max(chosen, round(expected_experts(experts, chosen, rows)))
 
 
-def experts_time(engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None) -> ExpertsTime:
+def experts_time(
+    engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None = None, humming: Humming | None = None
+) -> ExpertsTime:
     """The same ``distinct`` experts in every layer that has some; a layer's weights are read again only after all others'."""
     spec, backend = engine.spec, engine.backend
     each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
     if not each <= distinct <= min(experts, rows * each):
         raise KdgenError(f"{rows} tokens with {each} experts each hit {each} to {min(experts, rows * each)} of them, not {distinct}")
-    order = np.arange(rows * each) % distinct
-    routing = np.random.default_rng(0).permutation(experts)[order].reshape(rows, each).astype(np.int32)
-    backend.write(engine.buffer("topk_experts"), routing)
+    order, drawn = np.arange(rows * each) % distinct, np.random.default_rng(0).permutation(experts)
+    routings = [drawn[(order + turn * distinct) % experts].reshape(rows, each).astype(np.int32) for turn in range(HUMMING_CALLS)]
+    backend.write(engine.buffer("topk_experts"), routings[0])
     backend.write(engine.buffer("num_tokens"), np.array([rows], np.int32))
     launches = _launches(engine, "verify", rows, 0)
     sort = next(launch for launch in _launches(engine, "prefill", rows, 0) if launch.kernel == "moe_sort")
@@ -150,12 +162,15 @@ def experts_time(engine: Engine, rows: int, distinct: int, bandwidth: float, tor
     repeats = -(-REPEATS // layers)
     weights = [weight for weight in engine.plan.weights if weight.name in EXPERTS]
     floor = sum(weight.stored_bytes // weight.logical[0] for weight in weights) * distinct / bandwidth
-    other = None
+    others: list[tuple[str, Contender]] = []
     if torch is not None and weights[0].group_size:
-        counts = np.bincount(order).tolist()
-        other = torch.experts(spec.hidden_size, spec.moe_intermediate_size or 0, weights[0].group_size, counts)
-    seconds, theirs = medians(backend, mine * repeats, other) if other else (median(backend, mine * repeats), None)
-    return ExpertsTime(rows, distinct, seconds / layers / repeats * 1e6, floor * 1e6, None if theirs is None else theirs * 1e6)
+        other = torch.experts(spec.hidden_size, spec.moe_intermediate_size or 0, weights[0].group_size, np.bincount(order).tolist())
+        others += [(torch.name, other)] if other else []
+    if humming is not None:
+        others += humming.contenders(routings)
+    ours, *theirs = medians(backend, mine * repeats, [contender for _, contender in others])
+    peers = tuple(PeerExperts(name, seconds * 1e6) for (name, _), seconds in zip(others, theirs, strict=True))
+    return ExpertsTime(rows, distinct, ours / layers / repeats * 1e6, floor * 1e6, peers)
 
 
 # ---- beside a peer ----------------------------------------------------------------------------------------------------------------
@@ -169,7 +184,7 @@ def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterato
         kernels = ATTENTION if name == ATTENTION[0] else (name,)
         mine = [each for each in launches if each.kernel in kernels]
         repeats = -(-REPEATS // counts[name])
-        ours, theirs = medians(engine.backend, mine * repeats, other)
+        ours, theirs = medians(engine.backend, mine * repeats, [other])
         yield PeerTime(" + ".join(kernels), rows, context, ours / counts[name] / repeats * 1e6, theirs * 1e6)
 
 

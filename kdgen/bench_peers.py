@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kdgen.bench_timing import Contender, seconds
 
 #: Bytes that calls in turn read before the first one's come again: more than any GPU caches.
@@ -30,31 +33,31 @@ class Torch:
     """torch on the first GPU, in the process's own context."""
 
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
+        self._torch, self.bf16 = torch, torch.bfloat16
         self.name = f"torch {torch.__version__}"
 
     def linear(self, outputs: int, inputs: int, tokens: int) -> Contender:
         """x [tokens, inputs] times the transpose of w [outputs, inputs], in bf16."""
-        torch, x = self._torch, self._random(tokens, inputs)
-        weights = [self._random(outputs, inputs) for _ in range(_copies(2 * outputs * inputs))]
-        return self._recorded([partial(torch.nn.functional.linear, x, w) for w in weights])
+        torch, x = self._torch, self.random(tokens, inputs)
+        weights = [self.random(outputs, inputs) for _ in range(_copies(2 * outputs * inputs))]
+        return self.recorded([partial(torch.nn.functional.linear, x, w) for w in weights])
 
     def batched(self, batch: int, outputs: int, inputs: int, tokens: int) -> Contender:
         """A product as ``linear``'s for each of ``batch`` heads."""
-        torch, x = self._torch, self._random(batch, tokens, inputs)
-        weights = [self._random(batch, inputs, outputs) for _ in range(_copies(2 * batch * outputs * inputs))]
-        return self._recorded([partial(torch.bmm, x, w) for w in weights])
+        torch, x = self._torch, self.random(batch, tokens, inputs)
+        weights = [self.random(batch, inputs, outputs) for _ in range(_copies(2 * batch * outputs * inputs))]
+        return self.recorded([partial(torch.bmm, x, w) for w in weights])
 
     def attention(self, heads: int, rows: int, keys: int, row: int, latent: int, scale: float) -> Contender:
         """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax."""
-        torch, queries = self._torch, self._random(rows * heads, row)
-        caches = [self._random(keys, row) for _ in range(_copies(2 * keys * row))]
+        torch, queries = self._torch, self.random(rows * heads, row)
+        caches = [self.random(keys, row) for _ in range(_copies(2 * keys * row))]
 
         def attend(cache: Any) -> Any:
             scores = torch.softmax((queries @ cache.T).float() * scale, dim=-1)
             return scores.to(torch.bfloat16) @ cache[:, :latent]
 
-        return self._recorded([partial(attend, cache) for cache in caches])
+        return self.recorded([partial(attend, cache) for cache in caches])
 
     def experts(self, hidden: int, width: int, group: int, tokens: Sequence[int]) -> Contender | None:
         """gate_up, SiLU and down in INT4 for experts with so many tokens each; None where torch's kernel has no such shapes."""
@@ -64,10 +67,9 @@ class Torch:
 
         def matrix(outputs: int, inputs: int) -> tuple[Any, Any]:
             shape = (outputs // 8, inputs // k_step, 32, INNER_K_TILES // 2)
-            packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
-            return packed, self._random(inputs // group, outputs, 2)
+            return self.random_words(*shape), self.random(inputs // group, outputs, 2)
 
-        layers = [(self._random(count, hidden), matrix(2 * width, hidden), matrix(hidden, width)) for count in tokens]
+        layers = [(self.random(count, hidden), matrix(2 * width, hidden), matrix(hidden, width)) for count in tokens]
 
         def run() -> None:
             for x, (gate_up, gate_up_scales), (down, down_scales) in layers:
@@ -75,17 +77,23 @@ class Torch:
                 y = torch.nn.functional.silu(y[:, :width]) * y[:, width:]
                 torch.ops.aten._weight_int4pack_mm(y, down, group, down_scales)
 
-        return self._recorded([run])
+        return self.recorded([run])
 
     def matrix_rate(self, size: int = 8192) -> float:
         """Operations a second of one large bf16 product."""
-        x, w = self._random(size, size), self._random(size, size)
-        return 2 * size**3 / seconds(self._recorded([partial(self._torch.matmul, x, w)]))
+        x, w = self.random(size, size), self.random(size, size)
+        return 2 * size**3 / seconds(self.recorded([partial(self._torch.matmul, x, w)]))
 
-    def _random(self, *shape: int) -> Any:
-        return self._torch.randn(shape, dtype=self._torch.bfloat16, device="cuda") * 0.05
+    def random(self, *shape: int) -> Any:
+        return self._torch.randn(shape, dtype=self.bf16, device="cuda") * 0.05
 
-    def _recorded(self, calls: Sequence[Callable[[], object]]) -> Contender:
+    def random_words(self, *shape: int) -> Any:
+        return self._torch.randint(-(2**31), 2**31 - 1, shape, dtype=self._torch.int32, device="cuda")
+
+    def integers(self, values: NDArray[np.integer[Any]]) -> Any:
+        return self._torch.tensor(values.astype(np.int32), device="cuda")
+
+    def recorded(self, calls: Sequence[Callable[[], object]]) -> Contender:
         torch = self._torch
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -32,10 +32,9 @@ def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] |
     return _medians([Contender(start, backend.timer, in_a_row)], between)[0]
 
 
-def medians(backend: Backend, work: Sequence[Work], other: Contender) -> tuple[float, float]:
-    """Seconds of one replay of ``work`` and of the other's work once, measured in turn: a GPU that grows hot does so for both."""
-    ours, theirs = _medians([Contender(backend.record(work), backend.timer), other], None)
-    return ours, theirs
+def medians(backend: Backend, work: Sequence[Work], others: Sequence[Contender]) -> list[float]:
+    """Seconds of one replay of ``work`` and of each other's work once, measured in turn: a GPU that grows hot does so for all."""
+    return _medians([Contender(backend.record(work), backend.timer), *others], None)
 
 
 def seconds(contender: Contender) -> float:

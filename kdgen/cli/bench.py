@@ -51,14 +51,14 @@ _EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as to
 @click.option("--experts", "distinct", callback=_optional_numbers, metavar="N,…", help=_EXPERTS_HELP)
 @click.option("--prefill", type=IntRange(min=1), metavar="TOKENS", help="Time a prompt of so many tokens, too.")
 @click.option("--chunk", type=IntRange(min=1), default=Limits().max_tokens, show_default=True, help="Prompt tokens of a forward.")
-@click.option("--peers", is_flag=True, help="Time torch's way of doing the same work beside ours.")
+@click.option("--peers", is_flag=True, help="Time torch, and Humming for INT4 experts, doing the same work beside ours.")
 @click.option(
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg", help="Draw the kernels' bytes a second."
 )
 @click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
 @click.option("--tp", type=IntRange(min=1), help="Time steps on so many GPUs that share the model, beside one GPU.")
 @click.option("--exchange", type=click.Choice(EXCHANGES), help="How ranks exchange: peer memory or gathers by NCCL; --tp takes both.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/2, with --tp kdgen.bench-ranks/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/3, with --tp kdgen.bench-ranks/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,
     draft: bool, distinct: tuple[int, ...], prefill: int | None, chunk: int, peers: bool, picture: Path | None, seed: int, tp: int | None,
@@ -105,7 +105,7 @@ def command(
     if picture is not None:
         write_whole(picture, plot(report))
     if as_json:
-        emit_json("kdgen.bench/2", report)
+        emit_json("kdgen.bench/3", report)
     else:
         _print(report)
 
@@ -201,17 +201,20 @@ def _print_parts(report: BenchReport) -> None:
         )
     if report.experts:
         click.echo("\nexperts of a layer: gate_up, SiLU, down")
+        others = [peer.peer for peer in report.experts[0].peers]
         emit_table(
-            ("rows", "distinct", "µs", "floor µs", "ratio", "torch µs"),
+            ("rows", "distinct", "µs", "floor µs", "ratio", *(f"{name} µs" for name in others)),
             [
                 (
                     str(e.rows), str(e.experts), f"{e.microseconds:.0f}", f"{e.floor_microseconds:.0f}",
-                    f"{e.microseconds / e.floor_microseconds:.2f}", f"{e.peer_microseconds:.0f}" if e.peer_microseconds else "",
+                    f"{e.microseconds / e.floor_microseconds:.2f}", *(f"{peer.microseconds:.0f}" for peer in e.peers),
                 )
                 for e in report.experts
             ],
-            right=range(6),
+            right=range(5 + len(others)),
         )  # fmt: skip
+        if report.missing:
+            click.echo(report.missing)
     if report.peers:
         click.echo(f"\nbeside {report.peer}, in turn")
         emit_table(
