@@ -39,10 +39,15 @@ def render_chat(files: TextFiles, messages: Sequence[Message]) -> str:
     tokens = {key: text for key in config if key.endswith("_token") and (text := special_token(config, key)) is not None}
     try:
         compiled = _environment().from_string(template)
-        return compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens)
+        text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens)
+        text.encode()  # half a character, as an escape may name one, is no text
+        return text
     except jinja2.TemplateSyntaxError as error:
         raise KdgenError(f"{where}: line {error.lineno} of the chat template: {error.message}") from None
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (
+        jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
+        SyntaxError,  # of what Jinja makes of a break outside a loop
+    ) as error:  # fmt: skip
         raise KdgenError(f"{where}: the chat template refuses these messages: {error}") from None
 
 
@@ -53,8 +58,7 @@ def _template(files: TextFiles) -> tuple[str, str]:
     where = f"{files.where}/tokenizer_config.json"
     found = files.table("tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = next((each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), None)
     if not isinstance(found, str):
         raise KdgenError(f"{files.where}: has no chat template, in chat_template.jinja or tokenizer_config.json: leave out --chat")
     return where, found

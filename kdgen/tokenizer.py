@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kdgen.errors import KdgenError
+from kdgen.fields import show
 
 #: The files of a published model that text needs; all are optional.
 NAMES = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -23,7 +25,9 @@ NAMES = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_temp
 
 class Tokenizer(Protocol):
     def encode(self, text: str, begin: bool) -> tuple[int, ...]:
-        """The tokens of ``text``, in which special tokens may be written out; with ``begin``, after what the model wants before a text."""
+        """The tokens of ``text``, in which special tokens may be written out; with ``begin``, after what the model wants before a text.
+
+        Raises KdgenError when the tokenizer turns out to be damaged."""
 
     def piece(self, token: int) -> bytes:
         """What a token adds to the text: nothing for a special token, U+FFFD for an id that the tokenizer does not know."""
@@ -119,6 +123,18 @@ def byte_characters() -> list[str]:
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
+@contextlib.contextmanager
+def _by_library(file: str) -> Iterator[None]:
+    """Turn whatever a tokenizer's library raises over ``file`` into a KdgenError: it knows nothing narrower than Exception, and where its
+    Rust code panics, a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise KdgenError(f"{file}: is damaged, or newer than the library here that reads it ({error}); download it again") from None
+
+
 class ByteLevelTokenizer:
     """A ``tokenizer.json`` whose tokens are bytes written with ``byte_characters``, as those of DeepSeek and GLM are."""
 
@@ -130,16 +146,19 @@ class ByteLevelTokenizer:
         if set(kinds) != {"ByteLevel"}:
             found = ", ".join(map(repr, kinds)) or "nothing"
             raise KdgenError(f"{where}: decodes by {found}, and only byte-level tokenizers are supported: give token ids with --prompt-ids")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(files.text("tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise KdgenError(f"{where}: is damaged, or newer than the tokenizers library here ({error})") from None
+        self._file = where
         self._bytes = {character: byte for byte, character in enumerate(byte_characters())}
-        self._added = self._tokenizer.get_added_tokens_decoder()
-        self._first = _first_token(files, self._tokenizer.token_to_id)
+        text = files.text("tokenizer.json")
+        with _by_library(where):
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer.no_truncation()  # both may be left over from training: a prompt is taken as it is
+            self._tokenizer.no_padding()
+            self._added = self._tokenizer.get_added_tokens_decoder()
+            self._first = _first_token(files, self._tokenizer.token_to_id)
 
     def encode(self, text: str, begin: bool) -> tuple[int, ...]:
-        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=begin).ids)
+        with _by_library(self._file):
+            tokens = tuple(self._tokenizer.encode(text, add_special_tokens=begin).ids)
         # some tokenizer.json leave the first token to their configuration
         return (*self._first, *tokens) if begin and self._first and tokens[:1] != self._first else tokens
 
@@ -188,18 +207,20 @@ class KimiTokenizer:
         ranks = _ranks(files)
         self._visible = set(range(len(ranks)))
         special = {token: f"<|reserved_token_{token}|>" for token in range(len(ranks), len(ranks) + self.SPECIAL_TOKENS)}
+        by_key = {str(token): token for token in special}
         for key, value in added.items():
-            token = int(key) if key.isdecimal() else -1
+            token = by_key.get(key)
             content = value.get("content") if isinstance(value, dict) else None
-            if token not in special or not isinstance(content, str):
-                raise KdgenError(f"{where}: added_tokens_decoder: {key!r} is no special token of this vocabulary, or has no content")
+            if token is None or not isinstance(content, str):
+                raise KdgenError(f"{where}: added_tokens_decoder: {show(key)} is no special token of this vocabulary, or has no content")
             special[token] = content
             if not value.get("special", True):
                 self._visible.add(token)
         if len(set(special.values())) < len(special):
             raise KdgenError(f"{where}: added_tokens_decoder: two tokens have the same content")
         names = {content: token for token, content in special.items()}
-        self._encoding = tiktoken.Encoding("tiktoken.model", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=names)
+        with _by_library(where):
+            self._encoding = tiktoken.Encoding("tiktoken.model", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=names)
         self._known = len(ranks) + self.SPECIAL_TOKENS
         self._first = _first_token(files, names.get)
 

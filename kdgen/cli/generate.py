@@ -20,7 +20,7 @@ from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.options import Float, FloatRange, Integer, IntRange
 from kdgen.cli.output import byte_progress, emit_json, size_text, status
-from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
+from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.compile import nvrtc_version
@@ -223,6 +223,8 @@ def command(
         raise click.UsageError("--prompt-ids stands for the whole prompt: leave out --prompt and --chat")
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a chat: add --chat")
+    if system is not None:
+        system = in_utf8(as_given(system), "--system")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     place = place_in(os.environ)
     ranks = agreed_ranks(place, tp, exchange)

@@ -67,7 +67,7 @@ def as_given(option: str) -> bytes:
 
 
 def in_utf8(content: bytes, where: str) -> str:
-    """The prompt's text; raises KdgenError, naming ``where`` it stands, when it is no UTF-8."""
+    """A prompt's text; raises KdgenError, naming ``where`` it stands, when it is no UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -71,6 +71,9 @@ def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
         ("a\n{% for %}", "line 2 of the chat template: "),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{% break %}", "'break' outside loop"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+        ([{"name": ["default"], "template": "x"}], "folder: has no chat template"),
     ],
 )
 def test_templates_that_fail(template: object, said: str) -> None:

@@ -109,6 +109,10 @@ def tokenizer_with(**changes: Any) -> bytes:
     return json.dumps(json.loads(byte_level().contents["tokenizer.json"]) | changes).encode()
 
 
+#: Neither loads nor fails as an exception: the library's Rust code panics.
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -124,6 +128,10 @@ def tokenizer_with(**changes: Any) -> bytes:
         (broken(kimi(), tokenizer_config__json=config_with(tokenizer_class="Qwen")), "is no configuration of Kimi's"),
         (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"3": {"content": "x"}})), "'3' is no special token"),
         (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": 1})), "'265' is no special token"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"9" * 5000: 1})), "99... is no special token"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": {"content": "\ud800"}})), "is damaged, or newer"),
+        (broken(byte_level(), tokenizer_config__json=b'{"add_bos_token": true, "bos_token": "\\ud800"}'), "is damaged, or newer than"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(normalizer=CHARSMAP)), "is damaged, or newer than"),
         (
             broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": {"content": "<|reserved_token_266|>"}})),
             "two tokens have the same content",
@@ -137,6 +145,29 @@ def test_files_that_hold_no_tokenizer(files: TextFiles, said: str) -> None:
     with pytest.raises(KdgenError) as error:
         load_tokenizer(files)
     assert said in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}, "Missing [UNK] token"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}}, "retry-limit"),
+    ],
+)
+def test_a_tokenizer_that_fails_over_a_text(changes: Mapping[str, Any], said: str) -> None:
+    tokenizer = load_tokenizer(broken(byte_level(), tokenizer__json=tokenizer_with(**changes)))
+    with pytest.raises(KdgenError) as error:
+        tokenizer.encode("x" * 40, begin=True)
+    assert str(error.value).startswith("folder/tokenizer.json: is damaged") and said in str(error.value)
+
+
+def test_a_prompt_is_neither_cut_nor_padded() -> None:
+    """A ``tokenizer.json`` may say so, left over from training."""
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 40}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    for changes in ({"truncation": cut}, {"padding": fill}, {"truncation": {**cut, "stride": 5}}):
+        tokenizer = load_tokenizer(broken(byte_level(), tokenizer__json=tokenizer_with(**changes)))
+        assert tokenizer.encode("The quick brown fox", begin=True) == TRAINED.encode("The quick brown fox", begin=True)
 
 
 def test_tiktoken_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
