@@ -237,13 +237,18 @@ def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
 
 
 def prefill_operations(engine: Engine, tokens: int) -> int:
-    """Operations of every kernel for ``tokens`` tokens from nothing; attention's are for each key that a token sees."""
-    launched = Counter(launch.kernel for launch, _ in engine.plan.program("prefill").launches())
-    counts = dict(launched) | dict.fromkeys(ATTENTION, engine.spec.num_hidden_layers)  # of which each launch has some of the rows
-    keys = tokens * (tokens + 1) // 2
-    return sum(
-        launches * engine.plan.kernel(name).cost.flops(keys if name == ATTENTION[0] else tokens) for name, launches in counts.items()
-    )
+    """Operations of every kernel for ``tokens`` tokens from nothing: attention's for each key that a token sees, those behind the last
+    layer for the one row of each chunk that has logits."""
+    launched = Counter((launch.kernel, launch.rows) for launch, _ in engine.plan.program("prefill").launches())
+    chunks, keys = -(-tokens // engine.plan.limits.max_tokens), tokens * (tokens + 1) // 2
+    found = 0
+    for (name, rows), launches in launched.items():
+        each = engine.plan.kernel(name).cost
+        if name in ATTENTION:  # of which each launch has some of the rows
+            found += engine.spec.num_hidden_layers * each.flops(keys if name == ATTENTION[0] else tokens)
+        else:
+            found += launches * each.flops(tokens if rows == "tokens" else chunks)
+    return found
 
 
 def wanted_experts(engine: Engine, nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launc
 from kdgen.draft_spec import no_drafter
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
-from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program
+from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
 from kdgen.plan.programs import SAMPLED
 from kdgen.plan.tiled import twin_name
 from kdgen.render import render
@@ -29,30 +29,32 @@ from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors, numpy_
 
 @dataclass(frozen=True)
 class _Step:
-    """A launch with its arguments resolved to device addresses; None stands for the step's token rows."""
+    """A launch with its arguments resolved to device addresses; None stands for its rows."""
 
+    rows: RowKind
     kernel: str
     grid: tuple[Extent, Extent, Extent]
     block: int
     smem: int
     args: tuple[Argument | None, ...]
 
-    def at(self, tokens: int, context: int, sequences: int, processors: int) -> Launch:
-        x, y, z = (extent.value(tokens, context, sequences, processors) for extent in self.grid)
-        return Launch(self.kernel, (x, y, z), self.block, self.smem, tuple(tokens if arg is None else arg for arg in self.args))
+    def at(self, rows: int, context: int, sequences: int, processors: int) -> Launch:
+        x, y, z = (extent.value(rows, context, sequences, processors) for extent in self.grid)
+        return Launch(self.kernel, (x, y, z), self.block, self.smem, tuple(rows if arg is None else arg for arg in self.args))
 
 
 @dataclass(frozen=True)
 class _Collective:
     """A gather with its buffers resolved."""
 
+    rows: RowKind
     name: str
     source: Pointer
     target: Pointer
     row_bytes: int
 
-    def at(self, tokens: int, context: int, sequences: int, processors: int) -> AllGather:
-        return AllGather(self.name, self.source, self.target, tokens * self.row_bytes)
+    def at(self, rows: int, context: int, sequences: int, processors: int) -> AllGather:
+        return AllGather(self.name, self.source, self.target, rows * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ class Engine:
                 self._write(f"{prefix}cos_table", cos)
                 self._write(f"{prefix}sin_table", sin)
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
-        self._seen: set[tuple[str, int, int, int]] = set()
-        self._replays: dict[tuple[str, int, int, int], Replay] = {}
+        self._seen: set[tuple[str, int, int, int, int | None]] = set()
+        self._replays: dict[tuple[str, int, int, int, int | None], Replay] = {}
+        self._logit_rows: int | None = None  # of the last step, where not all of its token rows have logits
         self._lengths = [0] * plan.limits.max_sequences
         zeros = np.zeros(plan.limits.max_sequences, np.int32)
         self._write("root_token", zeros)
@@ -147,14 +150,15 @@ class Engine:
             self._sampling[sequence] = sampling
             self._write_sampling()
 
-    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> int:
+    def prefill(self, tokens: Sequence[int], sequence: int = 0, every_logit: bool = False) -> int:
         """Commit one chunk of at most ``limits.max_tokens`` tokens; returns the token after it, which becomes the root.
 
+        Logits are computed of the chunk's last token alone, or of every one.
         Raises KdgenError for an empty or too long chunk, ids out of range, or a full context.
         """
-        return self.prefill_many([(sequence, tokens)])[0]
+        return self.prefill_many([(sequence, tokens)], every_logit)[0]
 
-    def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+    def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]], every_logit: bool = False) -> tuple[int, ...]:
         """``prefill`` of a chunk for each of several (sequence, tokens), in one step; together at most ``limits.max_tokens`` tokens."""
         flat = [token for _, tokens in chunks for token in tokens]
         if not all(tokens for _, tokens in chunks) or len(flat) > self._plan.limits.max_tokens or not flat:
@@ -167,8 +171,11 @@ class Engine:
             self._need_room(sequence, len(tokens))
         self._write_step(sequences)
         self._write("step_begin", np.cumsum([0, *(len(tokens) for _, tokens in chunks)], dtype=np.int32))
+        begins = np.cumsum([0, *(len(tokens) if every_logit else 1 for _, tokens in chunks)], dtype=np.int32)
+        self._write("logit_begin", begins)
         self._write("tokens", np.asarray(flat, np.int32))
-        self._run("prefill", len(flat), sequences)
+        self._logit_rows = int(begins[-1])
+        self._run("prefill", len(flat), sequences, self._logit_rows)
         for sequence, tokens in chunks:
             self._lengths[sequence] += len(tokens)
         return self._roots(sequences)
@@ -243,12 +250,13 @@ class Engine:
         return self.backend.to_host(self._buffers[buffer])
 
     def logits(self, rows: int) -> NDArray[np.float32]:
-        """The last step's logits, float32 [rows, vocab_size]; of a rank, those of its part of the vocabulary."""
+        """The first of the last step's logits, float32 [rows, vocab_size], one row a token row, or after a prefill one for each that it
+        computed logits of; of a rank, those of its part of the vocabulary."""
         return self.backend.to_host(self._buffers["logits"], rows).astype(np.float32, copy=False)
 
     def has_nan(self) -> bool:
         """Whether the last step's logits hold a NaN. A key or value that is none makes every later one none, so the last step tells."""
-        return bool(np.isnan(self.logits(int(self.read("num_tokens")[0]))).any())
+        return bool(np.isnan(self.logits(self._logit_rows or int(self.read("num_tokens")[0]))).any())
 
     def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
@@ -273,6 +281,7 @@ class Engine:
         most = self._plan.limits.max_sequences
         if not sequences or len(set(sequences)) != len(sequences) or not all(0 <= s < most for s in sequences):
             raise KdgenError(f"a step takes different sequences of 0 … {most - 1}, not {list(sequences)}")
+        self._logit_rows = None
         self._write("step_count", np.array([len(sequences)], np.int32))
         self._write("step_sequence", np.asarray(sequences, np.int32))
 
@@ -347,18 +356,20 @@ class Engine:
         return self._buffers[name]
 
     def work(
-        self, program: str, tokens: int, context: int, sequences: int = 1, instead: Mapping[str, DeviceArray] | None = None
-    ) -> tuple[Work, ...]:
+        self, program: str, tokens: int, context: int, sequences: int = 1, logits: int | None = None,
+        instead: Mapping[str, DeviceArray] | None = None,
+    ) -> tuple[Work, ...]:  # fmt: skip
         """A program's launches and collectives for steps of at most ``tokens`` rows that see at most ``context`` keys.
 
-        ``instead`` names buffers whose place another array takes.
+        ``logits``: rows of a prefill that have logits, if not one a sequence. ``instead`` names buffers whose place another array takes.
         """
         other = {self._buffers[name].handle: array for name, array in (instead or {}).items()}
 
         def argument(arg: Argument) -> Argument:
             return Pointer(other[arg.array.handle], arg.offset) if isinstance(arg, Pointer) and arg.array.handle in other else arg
 
-        work = [step.at(tokens, context, sequences, self.backend.processors) for step in self._programs[program]]
+        rows: dict[RowKind, int] = {"tokens": tokens, "logits": sequences if logits is None else logits}
+        work = [step.at(rows[step.rows], context, sequences, self.backend.processors) for step in self._programs[program]]
         if other:
             work = [replace(each, args=tuple(map(argument, each.args))) if isinstance(each, Launch) else each for each in work]
         return tuple(work)
@@ -368,13 +379,13 @@ class Engine:
         drawing = program + SAMPLED
         return drawing if drawing in self._programs and any(self._sampling[each].temperature for each in sequences) else program
 
-    def _run(self, program: str, tokens: int, sequences: Sequence[int]) -> None:
+    def _run(self, program: str, tokens: int, sequences: Sequence[int], logits: int | None = None) -> None:
         """Start a program. A step of a kind seen before is recorded, so that from then on the host starts it with one call."""
         context = self.backend.recorded_context(max(self._lengths[sequence] for sequence in sequences) + tokens)
         program = self.choosing(program, sequences)
         if 0 < self._plan.tiled_rows <= tokens and twin_name(program) in self._programs:
             program = twin_name(program)
-        kind = (program, tokens, context, len(sequences))
+        kind = (program, tokens, context, len(sequences), logits)
         if kind not in self._replays:
             work = self.work(*kind)
             if kind not in self._seen:
@@ -391,13 +402,13 @@ class Engine:
         for launch, layer in program.launches():
             if gather := gathers.get(launch.kernel):
                 source, target = Pointer(self._buffers[gather.source]), Pointer(self._buffers[gather.target])
-                steps.append(_Collective(gather.name, source, target, gather.row_bytes))
+                steps.append(_Collective(launch.rows, gather.name, source, target, gather.row_bytes))
                 continue
             kernel = kernels[launch.kernel]
             args = tuple(self._argument(arg, layer) for arg in launch.args)
             if kernel.row_tiles is not None:
                 args = (*args, kernel.row_tiles)
-            steps.append(_Step(kernel.name, kernel.grid, kernel.block, kernel.smem, args))
+            steps.append(_Step(launch.rows, kernel.name, kernel.grid, kernel.block, kernel.smem, args))
         return tuple(steps)
 
     def _argument(self, arg: Arg, layer: int) -> Argument | None:

@@ -3,7 +3,7 @@
 
 // Linear layer on tensor cores: y[m][n] = sum_k w[n][k] x[m][k], bf16 in, float32 sums. 16 weight rows are the
 // m16 operand and 8 token rows the n8 operand, so one token uses the instructions of eight.
-// Logits of every token row.
+// Logits.
 #include "primitives.cuh"
 
 namespace lm_head {

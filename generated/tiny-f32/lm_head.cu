@@ -4,7 +4,7 @@
 // Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that
 // a warp reads consecutive ones. Sums are float64: this path is held against other implementations' float32, and
 // its own rounding should not be what is seen.
-// Logits of every token row.
+// Logits.
 #include "primitives.cuh"
 
 namespace lm_head {

@@ -96,6 +96,7 @@ class Kernel:
     row_tiles: int | None = None
 
 
+RowKind = Literal["tokens", "logits"]  #: rows of a launch: the step's token rows, or those of them that have logits
 ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows", "ranks"]
 
 
@@ -105,7 +106,7 @@ class Arg:
 
     ``buffer``/``weight``: pointer to the named tensor, ``value`` bytes behind its start. ``layer_buffer``: pointer to the named
     buffer's slice for the current layer (its leading dimension). ``layer_weight``: pointer to weight ``layers.<i>.<name>`` of
-    the layer ``value`` layers behind the current one. ``int``: the int32 ``value``. ``rows``: the step's token rows, as the host bounds
+    the layer ``value`` layers behind the current one. ``int``: the int32 ``value``. ``rows``: the launch's rows, as the host bounds
     them (an int32). ``ranks``: pointer to the addresses of the named buffer on every rank, 8 bytes each.
     """
 
@@ -120,6 +121,7 @@ class Launch:
 
     kernel: str
     args: tuple[Arg, ...]
+    rows: RowKind = "tokens"
 
 
 @dataclass(frozen=True)

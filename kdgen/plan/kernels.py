@@ -323,7 +323,8 @@ class Catalogue:
     def all(self) -> tuple[Kernel, ...]:
         """Every kernel, in the order in which a step runs them."""
         spec = self.spec
-        found = [self._chain_rows(), self._tree_build(), self._tree_rows(), self._embed(), self._norm("rmsnorm_hidden", spec.hidden_size)]
+        found = [self._chain_rows(), self._logit_rows(), self._tree_build(), self._tree_rows(), self._embed()]
+        found.append(self._norm("rmsnorm_hidden", spec.hidden_size))
         found += [self._linear(layer) for layer in self.attention_linears()[:-2]]
         if spec.q_lora_rank is not None:
             found.append(self._norm_q_a())
@@ -347,8 +348,8 @@ class Catalogue:
                 found += [self._gate_up_and_router()] if has_bf16_router(spec, self.mode) else []
                 found.append(self._down_and_choice())
             found += [*self._experts(), self._moe_combine()]
-        head = Linear("lm_head", "logits of every token row", spec.vocab_size, spec.hidden_size, out_float=True)
-        found += [self._linear(head), self._choice(), self._sample(), self._advance()]
+        head = Linear("lm_head", "logits", spec.vocab_size, spec.hidden_size, out_float=True)
+        found += [self._norm_logits(), self._linear(head), self._choice(), self._sample(), self._advance()]
         if self.ranks > 1:
             found += self._joins()
         found += [self._tree_accept(), self._kv_compact(), *self._top_k()]
@@ -446,10 +447,16 @@ class Catalogue:
         stride, eps = x_stride or width, self.spec.rms_norm_eps if eps is None else eps
         vector = 1 if width % 4 or stride % 4 else 4
         block = block_for(width // vector, 1024)
-        p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector, self.rows_are_old)
+        p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector, self.rows_are_old, chosen=False)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
         return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
+
+    def _norm_logits(self) -> Kernel:
+        """The norm before the head, of the rows that have logits where not all of a step's do."""
+        every = self._norm("rmsnorm_hidden", self.spec.hidden_size)
+        p = replace(cast(params.RmsNorm, every.params), name="rmsnorm_logits", chosen=True)
+        return replace(every, name=p.name, params=p, summary=f"{every.summary}, of rows that have logits")
 
     def _norm_and_cache(self) -> Kernel:
         """The low-rank query's norm and the cache row, which read one projection, each in a block of its own."""
@@ -772,6 +779,10 @@ class Catalogue:
     def _chain_rows(self) -> Kernel:
         p = params.ChainRows("chain_rows", 64)
         return Kernel("chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 16, 0), "row metadata of runs of tokens")
+
+    def _logit_rows(self) -> Kernel:
+        p = params.LogitRows("logit_rows", 64)
+        return Kernel("logit_rows", "logit_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, Cost(0, 20, 0), "token rows that have logits")
 
     def _advance(self) -> Kernel:
         return Kernel("advance", "advance.cu.j2", params.Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits runs of tokens")

@@ -34,6 +34,7 @@ class RmsNorm:
     block: int
     vector: int
     rows_are_old: bool
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -386,6 +387,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class ChainRows:
+    name: str
+    block: int
+
+
+@dataclass(frozen=True)
+class LogitRows:
     name: str
     block: int
 

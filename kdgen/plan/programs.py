@@ -3,6 +3,8 @@
 With several ranks, what a rank cannot know alone goes through a gather and a kernel that joins the ranks' parts in their order: the
 embedding, each layer's attention and MLP outputs, and the best token. Whole rows of logits are gathered only by the programs for
 sampling, which are named ``<program>_sampled``.
+
+Prefills compute logits of the rows alone that the host asks for, in the order that ``logit_rows`` gives them.
 """
 
 from __future__ import annotations
@@ -83,6 +85,11 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         state("row_path", "i32", rows, MAX_PATH),
         state("next_token", "i32", rows),
         state("logits", "f32", rows, spec.vocab_size),
+        state("logit_begin", "i32", sequences + 1),
+        state("num_logits", "i32", 1),
+        state("logit_row", "i32", rows),
+        state("logit_sequence", "i32", rows),
+        state("logit_position", "i32", rows),
         work("residual", "f32", rows, spec.hidden_size),
         work("hidden", act, rows, spec.hidden_size),
         work("kv_a", "f32", rows, (spec.q_lora_rank or 0) + spec.cache_row_dim),
@@ -163,12 +170,11 @@ def attention_rows(spec: Spec, mode: Mode, limits: Limits) -> int:
 def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Program, ...]:
     """Every program. ``prefill`` takes tokens that the host wrote, ``decode`` the sequences' root tokens, ``verify`` drafted trees."""
     spec = part_of(whole, shard.ranks)
-    advance = launch("advance", *_buffers("step_count step_sequence step_begin next_token sequence_length root_token"))
     sequences = limits.max_sequences
     prefill, decode, verify = (
         _forward(spec, mode, limits, shard, start, rows, few)
         for start, rows, few in (
-            ((_chain_rows(from_root=False),), limits.max_tokens, False),
+            ((_chain_rows(from_root=False), _logit_rows()), limits.max_tokens, False),
             ((_chain_rows(from_root=True),), sequences, True),
             (_tree_launches(), sequences * MAX_NODES, True),
         )
@@ -176,8 +182,8 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
     found = []
     for suffix, choose in _choices(spec, shard, limits.max_rows):
         found += [
-            Program(f"prefill{suffix}", (*prefill, Stage((*choose, advance)))),
-            Program(f"decode{suffix}", (*decode, Stage((*choose, advance)))),
+            Program(f"prefill{suffix}", (*prefill, Stage((*_of_logits(choose), _advance("logit_begin"))))),
+            Program(f"decode{suffix}", (*decode, Stage((*choose, _advance("step_begin"))))),
             Program(f"verify{suffix}", (*verify, Stage((*choose, *_commit_launches(limits))))),
         ]
     return (*found, Program("draft_top_k", (Stage(top_k_launches()),)))
@@ -262,6 +268,28 @@ def _chain_rows(from_root: bool) -> Launch:
     return launch("chain_rows", *_buffers(f"{step} {rows}"), integer(int(from_root)))
 
 
+def _logit_rows() -> Launch:
+    rows = "row_sequence row_position num_logits logit_row logit_sequence logit_position"
+    return launch("logit_rows", *_buffers(f"step_count step_begin logit_begin {rows}"))
+
+
+#: Buffers of the rows that have logits, by those of token rows.
+_LOGIT_ROWS = {"num_tokens": "num_logits", "row_sequence": "logit_sequence", "row_position": "logit_position"}
+
+
+def _of_logits(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """``launches`` over the rows that have logits, instead of all token rows."""
+    return tuple(
+        Launch(each.kernel, tuple(replace(arg, name=_LOGIT_ROWS.get(arg.name, arg.name)) for arg in each.args), "logits")
+        for each in launches
+    )
+
+
+def _advance(begin: str) -> Launch:
+    """``begin``: the buffer that says where each place's choices begin."""
+    return launch("advance", *_buffers(f"step_count step_sequence step_begin {begin} next_token sequence_length root_token"))
+
+
 def _tree_launches() -> tuple[Launch, ...]:
     drafted = "step_count step_sequence draft_shape candidate_tokens candidate_log_probs root_token"
     built = "tree_size tree_token tree_parent tree_depth"
@@ -287,7 +315,7 @@ def _forward(
     spec: Spec, mode: Mode, limits: Limits, shard: Shard, start: tuple[Launch, ...], rows: int, few: bool
 ) -> tuple[Stage, ...]:  # fmt: skip
     """From ``start``, which makes the rows, to their logits; ``rows``: the most there can be. ``few``: made for few rows, with several
-    kernels' work in one launch; the bits are the same.
+    kernels' work in one launch, and logits of all of them; the bits are the same.
     """
     groups = -(-rows // attention_rows(spec, mode, limits))
     attention = _attention(spec, mode, limits, shard, few, groups)
@@ -303,7 +331,8 @@ def _forward(
         layers.append((_moe(spec, mode, limits, shard, few), moe))
     if not (few and norms_sums(shard.ranks, shard.exchange)):
         inside = (Stage((norm, *attention, *mlp), span) for mlp, span in layers)
-        return Stage(start), Stage(embedding(spec, limits, shard)), *inside, Stage((_norm(weight("norm")), head))
+        ends = (_norm(weight("norm")), head) if few else (_norm_logits(), *_of_logits((head,)))
+        return Stage(start), Stage(embedding(spec, limits, shard)), *inside, Stage(ends)
     # a layer's last sum is normalised for the next one, or for the head
     stages = [Stage(start), Stage(_normed(embedding(spec, limits, shard), norm))]
     following = _norm(replace(layer_weight("input_layernorm"), value=1))
@@ -334,6 +363,11 @@ def summed(what: str, limits: Limits, shard: Shard, bias: Arg | None = None, cou
 
 def _norm(gain: Arg) -> Launch:
     return launch("rmsnorm_hidden", *_buffers("num_tokens residual"), gain, buffer("hidden"))
+
+
+def _norm_logits() -> Launch:
+    args = (*_buffers("num_logits logit_row residual"), weight("norm"), buffer("hidden"))
+    return Launch("rmsnorm_logits", args, "logits")
 
 
 def _normed(launches: tuple[Launch, ...], norm: Launch) -> tuple[Launch, ...]:

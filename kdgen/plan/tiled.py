@@ -2,7 +2,8 @@
 tensor cores, and the programs that launch those.
 
 A twin takes its kernel's arguments and gives its bits: it is made from that kernel's parameters, whose chains of MMA steps, ranges of
-inputs and order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both.
+inputs and order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both. Rows that have logits
+are few, and their head has no twin.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:
 
 def twins(kernels: Sequence[Kernel], programs: Sequence[Program]) -> tuple[Kernel, ...]:
     """A twin of each kernel that ``programs`` launch and that has one."""
-    launched = {launch.kernel for program in programs for launch, _ in program.launches()}
+    launched = {launch.kernel for program in programs for launch, _ in program.launches() if launch.rows == "tokens"}
     found = (_twin(kernel) for kernel in kernels if kernel.name in launched)
     return tuple(twin for twin in found if twin)
 

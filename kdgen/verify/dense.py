@@ -140,7 +140,10 @@ def check_rmsnorm(bench: Bench) -> None:
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         y = bench.poisoned(bench.act, guard(count), p.width)
-        bench.launch(bench.integer(count), bench.input(_scatter(x[rows, None], p.x_stride, 0, 1)), bench.input(weight), y, tokens=count)
+        ours = [bench.input(_scatter(x[rows, None], p.x_stride, 0, 1))]
+        if p.chosen:  # from among all of them
+            ours = [bench.input(rows.astype(np.int32)), bench.input(_scatter(x[:, None], p.x_stride, 0, 1))]
+        bench.launch(bench.integer(count), *ours, bench.input(weight), y, tokens=count)
         return {"y": split_guard(bench, "y", bench.read(y), count)}
 
     expected = ops.rmsnorm(x, weight, p.eps)

@@ -181,8 +181,9 @@ class _Together:
 
 
 def _difference(
-    tokens: tuple[int, ...], expected: tuple[int, ...], logits: Sequence[NDArray[np.float32]], cache: NDArray[np.generic], alone: Alone
-) -> str:
+    tokens: tuple[int, ...], expected: tuple[int, ...], logits: Sequence[NDArray[np.float32] | None], cache: NDArray[np.generic],
+    alone: Alone,
+) -> str:  # fmt: skip
     """How a request's result differs from its own alone; trees may have committed more rows, or stopped before as many."""
     if cache.shape[1] != len(logits):
         return f"{cache.shape[1]} cache rows for {len(logits)} committed tokens"
@@ -190,7 +191,8 @@ def _difference(
         if count := differing_bits(cache[:, row], alone.cache[:, row]):
             layer = next(i for i in range(len(cache)) if differing_bits(cache[i, row], alone.cache[i, row]))
             return f"cache row {row} differs in {count} elements, first in layer {layer}"
-        if count := differing_bits(logits[row], alone.logits[row]):
+        ours = logits[row]
+        if ours is not None and (count := differing_bits(ours, alone.logits[row])):
             return f"logits row {row} differs in {count} elements, its cache row does not"
     if tokens != expected:
         first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))

@@ -29,7 +29,7 @@ class RecordingEngine:
         self.logits = []
 
     def prefill(self, tokens: Sequence[int]) -> int:
-        token = self.engine.prefill(tokens)
+        token = self.engine.prefill(tokens, every_logit=True)
         self.logits += list(self.engine.logits(len(tokens)))
         return token
 
@@ -49,11 +49,15 @@ class RecordingEngine:
 
 
 class RecordingSequences:
-    """A ``batch.Target`` over an engine. ``logits[sequence]`` has one float32 row [vocab_size] a committed token, in order."""
+    """A ``batch.Target`` over an engine. ``logits[sequence]`` has one float32 row [vocab_size] a committed token, in order.
+
+    Every other prefill computes logits of its chunks' last rows alone; those of the others are None.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.logits: list[list[NDArray[np.float32]]] = [[] for _ in range(engine.plan.limits.max_sequences)]
+        self.logits: list[list[NDArray[np.float32] | None]] = [[] for _ in range(engine.plan.limits.max_sequences)]
+        self._every = False
 
     @property
     def plan(self) -> Plan:
@@ -64,10 +68,12 @@ class RecordingSequences:
         self.logits[sequence] = []
 
     def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-        roots = self.engine.prefill_many(chunks)
-        rows = iter(self.engine.logits(sum(len(tokens) for _, tokens in chunks)))
-        for sequence, tokens in chunks:
-            self.logits[sequence] += [next(rows) for _ in tokens]
+        self._every = not self._every
+        roots = self.engine.prefill_many(chunks, self._every)
+        counts = [len(tokens) if self._every else 1 for _, tokens in chunks]
+        rows = iter(self.engine.logits(sum(counts)))
+        for (sequence, tokens), count in zip(chunks, counts, strict=True):
+            self.logits[sequence] += [None] * (len(tokens) - count) + [next(rows) for _ in range(count)]
         return roots
 
     def decode_many(self, sequences: Sequence[int]) -> tuple[int, ...]:

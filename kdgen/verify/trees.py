@@ -55,17 +55,40 @@ def check_chain_rows(bench: Bench) -> None:
             bench.release()
 
 
+@for_template(CHECKS, ["logit_rows.cu.j2"])
+def check_logit_rows(bench: Bench) -> None:
+    """None, some or all rows of a place, more of them than a block has threads, too."""
+    for step in _steps(bench):
+        counts = bench.rng.integers(1, 20, len(step)).astype(np.int32)
+        counts[0] += 2 * bench.p.block
+        wanted = bench.rng.integers(0, counts + 1).astype(np.int32)
+        for chosen in (wanted, counts, np.minimum(counts, 1), np.zeros_like(counts)):
+            begins, firsts = np.cumsum([0, *counts], dtype=np.int32), np.cumsum([0, *chosen], dtype=np.int32)
+            sequence, position = (bench.rng.integers(0, 1000, begins[-1]).astype(np.int32) for _ in range(2))
+            rows = np.concatenate([np.arange(end - number, end) for end, number in zip(begins[1:], chosen, strict=True)])
+            number, *outputs = bench.poisoned("i32", 1), *(bench.poisoned("i32", guard(len(rows))) for _ in range(3))
+            inputs = [bench.input(values) for values in (begins, firsts, sequence, position)]
+            bench.launch(bench.integer(len(step)), *inputs, number, *outputs)
+            expected = {"logit_row": rows, "logit_sequence": sequence[rows], "logit_position": position[rows]}
+            for (name, values), array in zip(expected.items(), outputs, strict=True):
+                bench.findings.equal(name, split_guard(bench, name, bench.read(array), len(rows)), values)
+            bench.findings.equal("num_logits", bench.read(number), np.array([len(rows)]))
+            bench.release()
+
+
 @for_template(CHECKS, ["advance.cu.j2"])
 def check_advance(bench: Bench) -> None:
     for step in _steps(bench):
         lengths, roots = _lengths(bench), np.full(SEQUENCES, 7, np.int32)
         counts = bench.rng.integers(1, 20, len(step)).astype(np.int32)
         begins = np.cumsum([0, *counts], dtype=np.int32)
-        choices = bench.rng.integers(0, 1000, begins[-1]).astype(np.int32)
+        firsts = np.cumsum([0, *bench.rng.integers(1, counts + 1)], dtype=np.int32)
+        choices = bench.rng.integers(0, 1000, firsts[-1]).astype(np.int32)
         length, root = bench.input(lengths), bench.input(roots)
-        bench.launch(bench.integer(len(step)), bench.input(step), bench.input(begins), bench.input(choices), length, root)
+        runs = bench.input(step), bench.input(begins), bench.input(firsts)
+        bench.launch(bench.integer(len(step)), *runs, bench.input(choices), length, root)
         lengths[step] += counts
-        roots[step] = choices[begins[1:] - 1]
+        roots[step] = choices[firsts[1:] - 1]
         bench.findings.equal("sequence_length", bench.read(length), lengths)
         bench.findings.equal("root_token", bench.read(root), roots)
         bench.release()

@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import prefill
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
@@ -44,7 +43,7 @@ def one_layer() -> tuple[Spec, RandomWeights, NDArray[np.float64]]:
 def logits(backend: Backend, compute: Compute) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     spec, weights, expected = one_layer()
     engine = Engine(spec, build_plan(spec, compute, Limits(max_context=64)), backend, weights.__getitem__)
-    prefill(engine, PROMPT)
+    engine.prefill(PROMPT, every_logit=True)
     return engine.logits(len(PROMPT)).astype(np.float64), expected
 
 

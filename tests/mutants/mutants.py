@@ -33,7 +33,7 @@ def _in(template: str, *edits: tuple[str, str, str] | tuple[str, str, str, str])
 TEMPLATES = [
     *_in(
         "advance",
-        ("the root is the first row's choice", "next_token[step_begin[place + 1] - 1]", "next_token[step_begin[place]]"),
+        ("the root is the first row's choice", "next_token[logit_begin[place + 1] - 1]", "next_token[logit_begin[place]]"),
         ("grows by one token whatever the run", "+= step_begin[place + 1] - step_begin[place];", "+= 1;"),
     ),
     *_in(
@@ -587,6 +587,17 @@ TEMPLATES = [
         ("rows behind the last", "      if (row >= ROWS) continue;\n", ""),
     ),
     *_in(
+        "logit_rows",
+        ("a place's first rows", "step_begin[place + 1] - end + i", "step_begin[place] + i - logit_begin[place]"),
+        ("sequences of the step's first rows", "row_sequence[row]", "row_sequence[i]"),
+        ("positions of the step's first rows", "row_position[row]", "row_position[i]"),
+        ("as many as token rows", "logit_begin[places];", "step_begin[places];"),
+    ),
+    *_in(
+        "rmsnorm",
+        ("the step's first rows", "row_list[token_row]", "token_row"),
+    ),
+    *_in(
         "row_groups",
         ("groups behind the last have rows below 0", "max(0, rows - g * ROWS)", "rows - g * ROWS"),
         ("every group has all the rows", "rows - g * ROWS)", "rows)"),
@@ -786,6 +797,8 @@ PLAN = [
             '_norm(layer_weight("input_layernorm"))',
             "together",
         ),
+        ("noise at the positions of a step's first rows", '"row_position": "logit_position"', '"row_position": "row_position"', "together"),
+        ("a prompt's root is chosen from its first rows", '_advance("logit_begin")', '_advance("step_begin")', "together"),
         ("a layer's own norm behind it", 'layer_weight("input_layernorm"), value=1)', 'layer_weight("input_layernorm"))', "ranks"),
         (
             "rotated before they are made",

@@ -14,7 +14,7 @@ from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.kernels import ATTENTION_ROWS
-from kdgen.plan.tiled import TILED_ROWS, twin_name
+from kdgen.plan.tiled import TILED_ROWS, twin_name, twin_of
 from kdgen.spec import load_spec
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.variants import variants
@@ -35,13 +35,16 @@ def test_twins_are_launched_with_the_arguments_of_their_kernels(name: str) -> No
     tiled, plain = plan.program("prefill_tiled"), plan.program("prefill")
     twins = 0
     for (one, layer), (other, other_layer) in zip(tiled.launches(), plain.launches(), strict=True):
-        assert (one.args, layer) == (other.args, other_layer)
+        assert (one.args, one.rows, layer) == (other.args, other.rows, other_layer)
         if one.kernel != other.kernel:
             assert one.kernel == twin_name(other.kernel)
             twin, kernel = plan.kernel(one.kernel), plan.kernel(other.kernel)
             assert (twin.row_tiles, twin.cost) == (kernel.row_tiles, kernel.cost)
             twins += 1
-    assert twins > 7 * plan.buffer("kv_cache").shape[0]  # in each layer
+        else:
+            assert one.rows == "logits" or twin_of(plan.kernel(one.kernel), plan.kernels) is None
+    assert twins >= 7 * plan.buffer("kv_cache").shape[0]  # in each layer
+    assert twin_of(plan.kernel("lm_head"), plan.kernels) is None, "few rows have logits, however many the step has"
 
 
 def test_only_targets_with_wgmma_have_them() -> None:
