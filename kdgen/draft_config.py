@@ -12,6 +12,7 @@ from typing import Any
 from kdgen.config import HARMLESS, Reader, keys, read_json, read_rope
 from kdgen.draft_spec import DraftSpec
 from kdgen.errors import SpecError
+from kdgen.fields import MAX_LAYERS
 from kdgen.spec import MAX_JSON_BYTES, read_text
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -33,10 +34,10 @@ def _layer_types(config: Reader) -> dict[str, Any]:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
     kinds = config.get("layer_types")
-    if kinds is None and isinstance(layers, int):
+    if kinds is None and isinstance(layers, int) and layers <= MAX_LAYERS:
         first = layers if window is None or not isinstance(first, int) else first
         kinds = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(layers)]
-    return {"layer_types": kinds, "sliding_window": window}
+    return {"layer_types": () if kinds is None else kinds, "sliding_window": window}
 
 
 def parse_draft_config(text: str, file: str = "config.json") -> DraftSpec:
@@ -47,6 +48,7 @@ def parse_draft_config(text: str, file: str = "config.json") -> DraftSpec:
         raise SpecError(config.findings)
     config.only(_HARMLESS | _READ | _SLIDING, "config")
     config.must("hidden_act", None, "silu", reason="not supported; supported is silu")
+    config.must("use_sliding_window", None, True, False, reason="must be true or false")
     dflash = config.inside("dflash_config")
     dflash.only(keys("mask_token_id target_layer_ids causal"), "drafter")
     dflash.must("causal", None, False, reason="a causal block is not supported: every row sees the whole block")

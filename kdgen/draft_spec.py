@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from kdgen.errors import Finding, KdgenError, SpecError
-from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Positive, RopeScaling, Size, TensorGroup, findings, show
+from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show
 
 #: Rows of a draft block, root included: candidates and tree paths are kept for no more.
 MAX_BLOCK = 16
@@ -42,7 +42,7 @@ class DraftSpec(Frozen):
     """
 
     hidden_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     num_attention_heads: Size
     num_key_value_heads: Size
     head_dim: Annotated[int, Field(gt=0, le=512)]

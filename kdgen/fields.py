@@ -19,6 +19,9 @@ MAX_DIM = 2**31 - 1
 #: Host and device code count bytes in signed 64-bit integers.
 MAX_BYTES = 2**63 - 1
 Size = Annotated[int, Field(gt=0, le=MAX_DIM)]
+#: Layers are planned, launched and loaded one by one; no published model has a tenth of these.
+MAX_LAYERS = 4096
+Layers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
 
 
 def _fits_float32(value: float) -> float:

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from kdgen.draft_spec import DraftSpec, target_contradictions
 from kdgen.errors import Finding, SpecError
-from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Positive, RopeScaling, Size, TensorGroup, findings, show, show_key, yarn_mscale
+from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show, show_key, yarn_mscale
 from kdgen.resources import specs_dir
 
 #: RMSNorm inside the query and key-value projections: the modelling code leaves it at its default, whatever ``rms_norm_eps`` says.
@@ -69,7 +69,7 @@ class Spec(Frozen):
     model_type: Literal["deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite"] = "deepseek_v3"
     vocab_size: Size
     hidden_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     num_attention_heads: Size
     q_lora_rank: Size | None
     kv_lora_rank: Size

@@ -9,7 +9,8 @@ import click
 
 from kdgen.cli.output import emit_json, emit_table, printable, size_text
 from kdgen.errors import KdgenError
-from kdgen.weights.kdtr import FORMAT, Header, kdtr_metadata, read_header
+from kdgen.weights.header import Header, read_header
+from kdgen.weights.kdtr import FORMAT, kdtr_metadata
 
 
 @dataclass(frozen=True)

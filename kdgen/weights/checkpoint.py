@@ -6,7 +6,6 @@ size streams through the memory of its largest tensor.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -23,6 +22,7 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.errors import WeightError
 from kdgen.fields import TensorGroup
 from kdgen.spec import Spec
+from kdgen.weights.header import read_header
 
 Array = NDArray[Any]
 
@@ -44,12 +44,12 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
 }
-#: safetensors' own limit on a header.
-_MAX_HEADER = 100 * 1024 * 1024
 _MAX_SHOWN = 20
 #: Problems after which the rest is not looked at: a config may claim billions of layers.
 _MAX_COUNTED = 10_000
 PREFIX = "language_model."
+#: Tensors whose NaN or infinity would change results and never show in them: INT4 scales, and what is added to choose experts.
+_MUST_BE_FINITE = (".weight_scale", ".e_score_correction_bias")
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
 #: What layers beyond the last decoder layer hold in a multi-token-prediction module and in no decoder layer.
@@ -57,8 +57,8 @@ _MTP_MARK = "eh_proj.weight"
 
 
 def _raise(problems: Iterable[str]) -> None:
-    """One WeightError for all problems, if there are any; a long list is cut, with a count."""
-    lines = list(problems)
+    """One WeightError for all problems, if there are any, a line each; a long list is cut, with a count."""
+    lines = [problem.replace("\n", "\\n") for problem in problems]  # a tensor's name may hold anything
     if lines:
         count = len(lines) - _MAX_SHOWN if len(lines) < _MAX_COUNTED else "thousands"
         more = [f"… and {count} more"] if len(lines) > _MAX_SHOWN else []
@@ -83,54 +83,13 @@ class Entry:
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file. Raises WeightError when the file is missing, cut short or no safetensors file."""
-
-    def bad(reason: str) -> WeightError:
-        return WeightError(f"{file.name}: {reason}")
-
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            head = stream.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(_MAX_HEADER, size - 8):
-                raise bad(f"is truncated or no safetensors file ({size} bytes)")
-            text = stream.read(length)
-    except OSError as error:
-        raise bad(f"cannot be read: {error.strerror or error}") from None
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        raise bad("has a damaged header") from None
-    if not isinstance(header, dict):
-        raise bad("has a damaged header")
-    entries: dict[str, Entry] = {}
-    spans: list[tuple[int, int, str]] = []
-    for key, info in header.items():
-        if key == "__metadata__":
-            continue
-        try:
-            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        except (TypeError, KeyError, ValueError):
-            raise bad(f"has a damaged header entry for {key!r}") from None
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise bad(f"{key}: element type {dtype!r} is not supported")
-        if not whole or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise bad(f"has a damaged header entry for {key!r}: shape, type and size disagree")
-        entries[key] = Entry(file, 8 + length + begin, dtype, shape)
-        spans.append((begin, end, key))
-    spans.sort()
-    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
-        if begin < end:
-            raise bad(f"has a damaged header: {first!r} and {second!r} overlap")
-    expected = 8 + length + (spans[-1][1] if spans else 0)
-    if size < expected:
-        raise bad(f"is truncated: {size} of {expected} bytes")
-    if size > expected:  # safetensors' own reader refuses it, too
-        raise bad(f"is damaged: {size} bytes, and its header describes {expected}")
-    return entries
+def entries_of(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Raises WeightError when it is missing, damaged, or has element types that are unknown here."""
+    header = read_header(file)
+    for tensor in header.tensors:
+        if tensor.dtype not in DTYPES:
+            raise WeightError(f"{file}: {tensor.name}: element type {tensor.dtype} is not supported")
+    return {tensor.name: Entry(file, tensor.begin, tensor.dtype, tensor.shape) for tensor in header.tensors}
 
 
 def _index(file: Path) -> dict[str, str]:
@@ -139,14 +98,14 @@ def _index(file: Path) -> dict[str, str]:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         fine = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     except OSError as error:
-        raise WeightError(f"{file.name}: cannot be read: {error.strerror or error}") from None
+        raise WeightError(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         fine = False
     if not fine:
-        raise WeightError(f"{file.name}: is no index: it must hold a weight_map from tensor names to file names")
+        raise WeightError(f"{file}: is no index: it must hold a weight_map from tensor names to file names")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if PurePosixPath(name).is_absolute() or not _inside(name)]
-    _raise(f"{file.name}: points outside its folder: {name!r}" for name in outside)
+    _raise(f"{file}: points outside its folder: {name!r}" for name in outside)
     return dict(weight_map)
 
 
@@ -177,8 +136,8 @@ class Checkpoint(Mapping[str, Array]):
             files = [self.path / "model.safetensors"]
         elif indices := sorted(self.path.glob("*.safetensors.index.json")):
             if len(indices) > 1:
-                raise WeightError(f"{self.path.name}: holds {len(indices)} index files, and which one counts is unclear")
-            self._index_name = indices[0].name
+                raise WeightError(f"{self.path}: holds {len(indices)} index files, and which one counts is unclear")
+            self._index = indices[0]
             weight_map = _index(indices[0])
             files = [self.path / name for name in sorted(set(weight_map.values()))]
         else:
@@ -191,20 +150,21 @@ class Checkpoint(Mapping[str, Array]):
         for file in files:
             if not file.is_file():
                 wanted = sum(name == file.name for name in (weight_map or {}).values())
-                problems.append(f"{file.name}: missing, and the index has {wanted} tensors in it")
+                what = f"missing, and the index has {wanted} tensors in it" if weight_map else "is no file, or a link that leads nowhere"
+                problems.append(f"{file}: {what}; download it again")
                 continue
             try:
-                header = read_header(file)
+                header = entries_of(file)
             except WeightError as error:
                 problems.append(str(error))
                 continue
-            problems += [f"{file.name}: {key} is also in {found[key].file.name}" for key in header.keys() & found.keys()]
+            problems += [f"{file}: {key} is also in {found[key].file.name}" for key in header.keys() & found.keys()]
             found |= header
         if weight_map is not None and not problems:
             for key, name in weight_map.items():
                 if key not in found or found[key].file != self.path / name:
-                    problems.append(f"{self._index_name}: {key} is not in {name}")
-            problems += [f"{found[key].file.name}: {key} is not in the index" for key in sorted(found.keys() - weight_map.keys())]
+                    problems.append(f"{self._index}: {key} is not in {name}")
+            problems += [f"{found[key].file}: {key} is not in the index" for key in sorted(found.keys() - weight_map.keys())]
         _raise(problems)
         self._entries: dict[str, Entry] = {}
         for key, entry in found.items():
@@ -212,7 +172,7 @@ class Checkpoint(Mapping[str, Array]):
                 continue
             short = key.removeprefix(PREFIX)
             if short in self._entries:
-                problems.append(f"{entry.file.name}: {short} is there with and without the prefix {PREFIX}")
+                problems.append(f"{entry.file}: {short} is there with and without the prefix {PREFIX}")
             self._entries[short] = entry
         _raise(problems)
 
@@ -223,13 +183,13 @@ class Checkpoint(Mapping[str, Array]):
     def entry(self, key: str) -> Entry:
         """Where a tensor lies and what it is, without reading it. Raises WeightError when there is none."""
         if key not in self._entries:
-            raise WeightError(f"{self.path.name}: tensor {key} is missing")
+            raise WeightError(f"{self.path}: tensor {key} is missing")
         return self._entries[key]
 
     def __getitem__(self, key: str) -> Array:
         """The tensor as a read-only array mapped from the file (bfloat16 as ml_dtypes'); dropping it unmaps it.
 
-        Raises WeightError for a missing key (so does ``get``) and for a scale that is NaN or infinite.
+        Raises WeightError for a missing key (so does ``get``) and for a scale or a router's bias that is NaN or infinite.
         """
         entry = self.entry(key)
         dtype = entry.numpy_dtype
@@ -239,8 +199,8 @@ class Checkpoint(Mapping[str, Array]):
         array = np.ndarray(entry.shape, dtype, raw)
         if not array.flags.aligned:  # a header whose length is no multiple of the item size
             array = array.copy()
-        if key.endswith(".weight_scale") and not _finite(array):
-            raise WeightError(f"{entry.file.name}: {key} holds scales that are NaN or infinite")
+        if key.endswith(_MUST_BE_FINITE) and not _finite(array):
+            raise WeightError(f"{entry.file}: {key} holds values that are NaN or infinite: it is damaged; download it again")
         return array
 
     def __contains__(self, key: object) -> bool:
@@ -257,7 +217,7 @@ class Checkpoint(Mapping[str, Array]):
 
         Raises one WeightError listing everything wrong. Multi-token-prediction layers behind the last decoder layer are allowed,
         and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for INT4's shapes;
-        scales are checked as they are read.
+        scales and routers' biases are checked as they are read.
         """
         problems: list[str] = []
         expected: set[str] = set()
@@ -267,17 +227,17 @@ class Checkpoint(Mapping[str, Array]):
                     _raise(problems)
                 expected.add(key)
                 if key not in self._entries:
-                    problems.append(f"{self.path.name}: tensor {key} {list(group.shape)} is missing")
+                    problems.append(f"{self.path}: tensor {key} {list(group.shape)} is missing")
                 else:
                     problems += self._mismatches(key, group, spec)
         allowed = {"lm_head.weight"} if isinstance(spec, Spec) and spec.tie_word_embeddings else set()
         for key in sorted(self._entries.keys() - expected - allowed):
             if not self._is_mtp(key, spec):
-                problems.append(f"{self._entries[key].file.name}: tensor {key} {list(self._entries[key].shape)} is not part of this model")
+                problems.append(f"{self._entries[key].file}: tensor {key} {list(self._entries[key].shape)} is not part of this model")
         _raise(problems)
 
     def _mismatches(self, key: str, group: TensorGroup, spec: Spec | DraftSpec) -> Iterator[str]:
-        entry, where = self._entries[key], self._entries[key].file.name
+        entry, where = self._entries[key], self._entries[key].file
         allowed = {
             "matrix": ("BF16",) if spec.dtype == "bfloat16" else ("F32", "BF16"),
             "small": ("BF16", "F32"),
@@ -296,5 +256,5 @@ class Checkpoint(Mapping[str, Array]):
                 yield f"{where}: {key} says {stored}, the packed weights hold {[packed.shape[0], packed.shape[1] * 8]}"
 
     def _is_mtp(self, key: str, spec: Spec | DraftSpec) -> bool:
-        match = re.match(r"model\.layers\.(\d+)\.", key)
+        match = re.match(r"model\.layers\.([0-9]{1,10})\.", key)
         return bool(match and int(match[1]) >= spec.num_hidden_layers and match[0] + _MTP_MARK in self._entries)

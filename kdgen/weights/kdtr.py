@@ -1,8 +1,7 @@
 """The ``.kdtr`` container: a safetensors file whose metadata says what it holds. Any safetensors reader opens it.
 
-safetensors is eight bytes of header length, a JSON header (name, dtype, shape and byte range of every tensor, and string metadata),
-then the tensors one after another without gaps. Writing streams tensor by tensor, or in pieces, behind a header made from shapes
-known beforehand; reading maps a tensor when it is asked for. Nothing is ever unpickled.
+Writing streams tensor by tensor, or in pieces, behind a header made from shapes known beforehand; reading maps a tensor when it is asked
+for. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import numpy.typing as npt
 
 from kdgen.errors import WeightError
 from kdgen.plan.ir import DType
+from kdgen.weights.header import Header, TensorEntry, read_header
 from kdgen.weights.stream import Announced, write_stream
 
 FORMAT = "kdtr"
 FORMAT_VERSION = 1
-#: safetensors' own limit
-_MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -50,31 +48,6 @@ class KdtrMetadata:
     spec: str
     layout: str
     text: str = "{}"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a safetensors file, as its header has it. ``begin`` and ``end`` are bytes from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Header:
-    """A checked safetensors header: every tensor lies whole inside the file."""
-
-    path: Path
-    metadata: Mapping[str, str]
-    tensors: tuple[TensorEntry, ...]
-    file_bytes: int
 
 
 class Kdtr:
@@ -186,58 +159,6 @@ def kdtr_metadata(header: Header) -> KdtrMetadata:
     return KdtrMetadata(found["kind"], found["spec"], found["layout"], found.get("text", "{}"))
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header of any safetensors file.
-
-    Raises WeightError when the file cannot be read, is damaged or truncated, or is no safetensors file.
-    """
-    try:
-        with path.open("rb") as file:
-            file_bytes = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if file_bytes < 10 or length > min(_MAX_HEADER, file_bytes - 8):
-                raise WeightError(f"{path}: not a safetensors file, or cut off in its header")
-            text = file.read(length)
-    except OSError as error:
-        raise WeightError(f"{path}: cannot be read: {error.strerror or error}") from error
-    try:
-        content = json.loads(text.decode(), object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:
-        raise WeightError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise WeightError(f"{path}: not a safetensors file: its header is not a JSON object")
-    metadata = content.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise WeightError(f"{path}: damaged header: __metadata__ is not a table of strings")
-    entries = sorted((_entry(path, name, value, 8 + length) for name, value in content.items()), key=lambda e: (e.begin, e.end))
-    position = 8 + length
-    for entry in entries:
-        if entry.begin != position:
-            raise WeightError(f"{path}: damaged header: tensor {entry.name!r} does not begin where the one before it ends")
-        position = entry.end
-    if position != file_bytes:
-        state = "cut off" if position > file_bytes else "damaged"
-        raise WeightError(f"{path}: {state}: {file_bytes} bytes, and its header describes {position}")
-    return Header(path, metadata, tuple(entries), file_bytes)
-
-
-def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
-    def numbers(key: str) -> list[int]:
-        found = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found):
-            raise WeightError(f"{path}: damaged header: {key!r} of tensor {name!r}")
-        return found
-
-    shape, offsets = numbers("shape"), numbers("data_offsets")
-    dtype = value.get("dtype") if isinstance(value, dict) else None
-    bits = _bits_per_element().get(dtype) if isinstance(dtype, str) else None
-    if not isinstance(dtype, str) or bits is None:
-        raise WeightError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}")
-    if len(offsets) != 2 or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * bits:
-        raise WeightError(f"{path}: damaged header: the size of tensor {name!r} does not fit its shape {shape} of {dtype}")
-    return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
-
-
 def _checked(
     path: Path, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]
 ) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
@@ -255,13 +176,6 @@ def _checked(
         raise WeightError(f"{path}: tensor {extra[0]!r} was not announced")
 
 
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key appears twice")
-    return table
-
-
 _SAFETENSORS_NAMES: Mapping[DType, str] = {"f32": "F32", "bf16": "BF16", "i32": "I32", "f64": "F64", "u8": "U8"}
 
 
@@ -275,15 +189,3 @@ def _dtype(path: Path, entry: TensorEntry) -> DType:
 def _numpy_dtypes() -> Mapping[DType, np.dtype[np.generic]]:
     kinds: dict[DType, str] = {"f32": "<f4", "i32": "<i4", "f64": "<f8", "u8": "u1"}
     return {**{key: np.dtype(kind) for key, kind in kinds.items()}, "bf16": np.dtype(ml_dtypes.bfloat16)}
-
-
-def _bits_per_element() -> Mapping[str, int]:
-    names = {
-        4: "F4",
-        6: "F6_E2M3 F6_E3M2",
-        8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
-        16: "U16 I16 F16 BF16",
-        32: "U32 I32 F32",
-        64: "U64 I64 F64 C64",
-    }
-    return {name: bits for bits, listed in names.items() for name in listed.split()}

@@ -23,13 +23,13 @@ from kdgen.config import WRAPPERS, load_config, published_quantization
 from kdgen.errors import KdgenError, WeightError
 from kdgen.spec import Quantization, Spec
 from kdgen.weights.ahead import in_order
-from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, read_header
+from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, entries_of
 from kdgen.weights.stream import Announced, temporary_beside, write_stream
 
 Array = NDArray[Any]
 
 QUANTIZATION = Quantization(group_size=32)
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"model\.layers\.([0-9]{1,10})\.mlp\.experts\.[0-9]+\.(gate|up|down)_proj\.weight")
 #: What else of a folder goes along: small text that describes the model.
 _COMPANIONS = (".json", ".txt", ".jinja", ".md", ".model", ".tiktoken", ".py")
 _COPY_BYTES = 32 * 2**20
@@ -119,7 +119,7 @@ def _config(source: Path, spec: Spec) -> dict[str, Any]:
 
 
 def _write_shards(checkpoint: Checkpoint, spec: Spec, out: Path, progress: Callable[[int, int], None]) -> int:
-    headers = {file: read_header(file) for file in checkpoint.files}
+    headers = {file: entries_of(file) for file in checkpoint.files}
     total, done, quantized = sum(entry.nbytes for header in headers.values() for entry in header.values()), 0, 0
     weight_map: dict[str, str] = {}
     size = 0
@@ -184,5 +184,5 @@ def _quantized(key: str, entry: Entry) -> _Found:
     try:
         words, scales = quantize_matrix(weight, QUANTIZATION.group_size)
     except ValueError as error:
-        raise WeightError(f"{entry.file.name}: {key}: {error}") from None
+        raise WeightError(f"{entry.file}: {key}: {error}") from None
     return entry.nbytes, [(f"{key}_packed", words), (f"{key}_scale", scales), (f"{key}_shape", np.array(entry.shape, np.int64))]

@@ -370,14 +370,14 @@ def wrong_type(tensors: dict[str, NDArray[Any]]) -> None:
         (edit_config(hidden_size=128), "embed_tokens.weight has shape [40, 64], the config says [40, 128]"),
         (edit_config(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight [64] is missing"),
         (edit_config(quantization_config=None), "tensor model.layers.1.mlp.experts.0.gate_proj.weight [128, 64] is missing"),
-        (truncate, "model-00002-of-00002.safetensors: is truncated"),
+        (truncate, "model-00002-of-00002.safetensors: cut off"),
         (lambda folder: (folder / "model-00001-of-00002.safetensors").unlink(), "model-00001-of-00002.safetensors: missing"),
         (edit_index, "points outside its folder: '../../somewhere.safetensors'"),
         (edit_tensors(lambda t: t.pop("model.norm.weight") is None), "tensor model.norm.weight [64] is missing"),
         (edit_tensors(lambda t: t.update(extra=np.zeros(2, np.float32))), "tensor extra [2] is not part of this model"),
         (edit_tensors(wrong_shape), "model.norm.weight has shape [63], the config says [64]"),
         (edit_tensors(wrong_type), "lm_head.weight is stored as F16, expected BF16"),
-        (edit_tensors(nan_scale), "experts.0.up_proj.weight_scale holds scales that are NaN or infinite"),
+        (edit_tensors(nan_scale), "experts.0.up_proj.weight_scale holds values that are NaN or infinite"),
     ],
 )
 def test_damaged_models(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:

@@ -116,12 +116,12 @@ def test_damage_writes_nothing(tmp_path: Path) -> None:
     tensors[key] = tensors[key].copy()
     tensors[key][0, 0] = np.inf
     folder, out = write_model(tmp_path / "model", INT4, tensors), tmp_path / "model.kdtr"
-    assert f"{key} holds scales that are NaN or infinite" in refused("import", str(folder), str(out))
+    assert f"{key} holds values that are NaN or infinite" in refused("import", str(folder), str(out))
     del tensors[key]
     write_model(folder, INT4, tensors)
     assert f"tensor {key} [64, 4] is missing" in refused("import", str(folder), str(out))
     os.truncate(folder / "model.safetensors", 5000)
-    assert "model.safetensors: is truncated" in refused("import", str(folder), str(out))
+    assert "model.safetensors: not a safetensors file, or cut off" in refused("import", str(folder), str(out))
     assert left_over(tmp_path) == set()
 
 

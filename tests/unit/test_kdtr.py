@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdgen.errors import WeightError
-from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, kdtr_metadata, open_kdtr, read_header, write_kdtr
+from kdgen.weights.header import read_header
+from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, kdtr_metadata, open_kdtr, write_kdtr
 
 Tensor = npt.NDArray[np.generic]
 METADATA = KdtrMetadata("packed", '{"name": "tiny"}', '{"w": "mma_a"}')

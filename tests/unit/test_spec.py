@@ -157,8 +157,13 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_attention_heads": 2**27}, "num_attention_heads", "2^31"),
     ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "memory", "64-bit"),
     ({"n_routed_experts": 2**31 - 1, "moe_intermediate_size": 2**24}, "memory", "64-bit"),
-    ({"num_hidden_layers": 2**31 - 1, "hidden_size": 2**20, "intermediate_size": 2**20}, "memory", "weights need"),
-    ({"num_hidden_layers": 2**31 - 1, "max_position_embeddings": 2**31 - 1}, "max_position_embeddings", "cache"),
+    ({"num_hidden_layers": 4097}, "num_hidden_layers", "less than or equal to 4096"),
+    ({"num_hidden_layers": 4096, "hidden_size": 2**20, "moe_intermediate_size": 2**26}, "memory", "weights need"),
+    (
+        {"num_hidden_layers": 4096, "max_position_embeddings": 2**31 - 1, "kv_lora_rank": 2**20, "num_attention_heads": 1},
+        "max_position_embeddings",
+        "cache",
+    ),
     ({"name": 3}, "name", "string"),
 ]
 
