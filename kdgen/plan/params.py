@@ -219,6 +219,19 @@ class MlaCombineWgmma:
 
 
 @dataclass(frozen=True)
+class MlaCombineRows:
+    name: str
+    decode: str
+    heads: int
+    tile_heads: int
+    kv_lora: int
+    splits: Splits
+    warps: int
+    batch: int
+    blocks_per_sm: int
+
+
+@dataclass(frozen=True)
 class RowGroups:
     name: str
     rows: int

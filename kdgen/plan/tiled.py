@@ -1,5 +1,5 @@
 """Forwards of many token rows: twins of the matrix kernels that use a reading of the weights for a whole tile of rows, on asynchronous
-tensor cores, and the programs that launch those.
+tensor cores, and of the joining of attention's splits, and the programs that launch those.
 
 A twin takes its kernel's arguments and gives its bits: it is made from that kernel's parameters, whose chains of MMA steps, ranges of
 inputs and order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both. Rows that have logits
@@ -33,7 +33,7 @@ def twin_name(name: str) -> str:
 
 
 def is_twin(kernel: Kernel) -> bool:
-    return isinstance(kernel.params, params.LinearWgmma | params.ExpertsWgmma)
+    return isinstance(kernel.params, params.LinearWgmma | params.ExpertsWgmma | params.MlaCombineRows)
 
 
 def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:
@@ -64,6 +64,8 @@ def _twin(kernel: Kernel) -> Kernel | None:
         return _linear(kernel, kernel.params)
     if isinstance(kernel.params, params.ExpertsMma):
         return _experts(kernel, kernel.params)
+    if isinstance(kernel.params, params.MlaCombineWgmma):
+        return _combine(kernel, kernel.params)
     return None
 
 
@@ -104,6 +106,20 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
     summary = f"{kernel.summary}, for many rows"
     return Kernel(twin.name, "experts_wgmma.cu.j2", twin, WARPS * 32, (units, ONE, ONE), smem, kernel.cost, summary, kernel.row_tiles)
+
+
+def _combine(kernel: Kernel, p: params.MlaCombineWgmma) -> Kernel:
+    """8 heads of a row, for whole lines of memory, where a row alone wants many small blocks. Values of 16 splits, those of 4,096 keys, are
+    on their way at once, and what they take of registers leaves 2 blocks of 8 warps an SM."""
+    column_groups = p.kv_lora // 32
+    warps = min(8, column_groups)
+    twin = params.MlaCombineRows(
+        name=twin_name(p.name), decode=p.name, heads=p.heads, tile_heads=p.tile_heads, kv_lora=p.kv_lora, splits=p.splits, warps=warps,
+        batch=16, blocks_per_sm=2,
+    )  # fmt: skip
+    rows, _, _ = kernel.grid
+    grid = (Extent(p.heads // 8 * (column_groups // warps)), rows, ONE)
+    return Kernel(twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, f"{kernel.summary}, for many rows")
 
 
 def _smem_comment(smem: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.ir import MAX_NODES, MAX_PATH
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
 from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
@@ -298,12 +298,13 @@ def check_row_groups(bench: Bench) -> None:
         bench.release()
 
 
-@for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2"])
+@for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2", "mla_combine_rows.cu.j2"])
 def check_combine(bench: Bench) -> None:
     """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""
     p, most = bench.p, max(bench.tokens)
-    heads = bench.few(p.heads)
-    wgmma = bench.kernel.template == "mla_combine_wgmma.cu.j2"
+    wgmma = bench.kernel.template != "mla_combine.cu.j2"
+    twin = bench.decode_twin
+    heads = bench.few(p.heads // 8) * 8 if twin else bench.few(p.heads)  # it joins 8 at a time
     splits = 36 if wgmma else 4  # more than it makes weights for at a time
     positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
     edges = [0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0)), p.splits.begin(splits - 1)]
@@ -317,14 +318,15 @@ def check_combine(bench: Bench) -> None:
     for array in (maxima, sums, values):
         array[~live] = np.nan
 
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
         partial = [values[rows], maxima[rows], sums[rows]]
         if wgmma:
             partial = [to_fragments(values[rows]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
         inputs = [bench.input(array) for array in (positions[rows], *partial)]
-        bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid={1: heads})
+        every_head = {0: heads // 8 * p.kv_lora // 32 // p.warps} if twin and not kernel else {1: heads}
+        bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid=every_head, kernel=kernel)
         got = split_guard(bench, "output", bench.read(output), count)
         bench.findings.untouched("output of other heads", got[:, heads:])
         return {"output": got[:, :heads]}
@@ -340,3 +342,6 @@ def check_combine(bench: Bench) -> None:
     relative = tolerances.probabilities(np.zeros(1), spread, splits)
     error = (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
     check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})
+    if twin:
+        every = np.arange(most)
+        bench.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])

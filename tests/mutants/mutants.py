@@ -441,6 +441,21 @@ TEMPLATES = [
         ("a part's place is not moved on from row to row", "      begin -= own;\n", ""),
     ),
     *_in(
+        "mla_combine_rows",
+        ("classes by splits of the batch alone", "float mine = weights[lane / 4][batch + i];", "float mine = weights[lane / 4][i];"),
+        ("two classes instead of four", "constexpr int CLASSES = 4;", "constexpr int CLASSES = 2;"),
+        ("weights of the first 32 splits for all", "split_max[first + chunk + lane]", "split_max[first + lane]"),
+        ("sums of the last 32 splits alone", "chunk == 0 ? sum : totals[head] + sum", "sum"),
+        ("eights of heads exchanged", "first_head % TILE / 8) * 32", "(first_head % TILE / 8 ^ 1)) * 32"),
+        (
+            "values of the next batch are the last one's",
+            "if (chunk + batch > 0) load_parts(chunk + batch);",
+            "if (batch > 0) load_parts(batch);",
+        ),
+        ("no barrier before weights are made anew", "    if (chunk > 0) __syncthreads();", "    "),
+        ("one token row too many", "token_row < *num_tokens ?", "token_row <= *num_tokens ?"),
+    ),
+    *_in(
         "mla_combine_wgmma",
         ("a class takes another's splits", "chunk + i * CLASSES + split_class;", "chunk + i * CLASSES + (split_class & 2);"),
         ("weights of the first 32 splits for all", "split_max[first + chunk + lane]", "split_max[first + lane]"),
