@@ -367,16 +367,16 @@ def _refuse(file: str, reason: str, key: str = "file", value: str = "") -> SpecE
 
 
 def read_text(path: Path, limit: int) -> str:
-    file = path.name
+    file = str(path)
     if path.suffix in (".kdtr", ".safetensors"):
-        raise _refuse(str(path), "holds weights, and a description is wanted: a config.json or a spec; `kdgen inspect` shows what it holds")
+        raise _refuse(file, "holds weights, and a description is wanted: a config.json or a spec; `kdgen inspect` shows what it holds")
     try:
         if path.is_dir():
-            raise _refuse(str(path), "is a folder, not a file")
+            raise _refuse(file, "is a folder, not a file")
         with path.open("rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise _refuse(str(path), f"cannot be read: {error.strerror or error}") from None
+        raise _refuse(file, f"cannot be read: {error.strerror or error}") from None
     if len(data) > limit:
         raise _refuse(file, f"is larger than {limit} bytes, so it is no model description")
     try:

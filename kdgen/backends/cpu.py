@@ -108,13 +108,13 @@ class _Runtime:
     """The runtime library, loaded once a process: allocations and fibers are its own, whoever launches."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         # Held over every call, and over all the slices of a launch. Reentrant, because the garbage collector may free memory
         # in the middle of a method.
         self.lock = threading.RLock()
         # A forked child has only the thread that forked: it must not inherit a launch half done by another.
         os.register_at_fork(before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release)
         library = _open_library(path)
+        self.image = path.read_bytes()  # kernels are linked with it, when the cache may have been cleared
         self._launch = library.emu_launch
         self._launch.argtypes = (ctypes.c_void_p,)
         self._alloc = library.emu_alloc
@@ -459,16 +459,21 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kdgen-cpu-")
 
 
-def _cached_library(key: str, text: str, *, compiler: HostCompiler, flags: Sequence[str], libraries: Sequence[str], what: str) -> Path:
-    """The shared library built from ``text``, from the cache if it is there and whole."""
+def _cached_library(
+    key: str, text: str, *, compiler: HostCompiler, flags: Sequence[str], options: Sequence[str], what: str, linked: bytes = b""
+) -> Path:
+    """The shared library built from ``text``, from the cache if it is there and whole. ``options`` are the linker's, ``linked`` is the
+    library that it needs."""
     cache = Cache.default()
     found = cache.get("cpu", key, ".so")
     if found is not None:
         return found
     with tempfile.TemporaryDirectory(prefix="kdgen-cpu-") as directory:
-        source, output = Path(directory) / "unit.cpp", Path(directory) / "unit.so"
+        source, output, other = (Path(directory) / name for name in ("unit.cpp", "unit.so", "linked.so"))
         source.write_text(text)
-        compiler.build(source, output, flags=flags, libraries=libraries, what=what)
+        if linked:
+            other.write_bytes(linked)
+        compiler.build(source, output, flags=flags, libraries=(*([str(other)] if linked else ()), *options), what=what)
         data = output.read_bytes()
     stored = cache.put("cpu", key, ".so", data)
     if stored is not None:
@@ -498,7 +503,7 @@ def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
         text,
         compiler=compiler,
         flags=("-O2",),
-        libraries=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
+        options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
         what="the CPU backend's runtime",
     )
     return _Runtime(path)
@@ -527,9 +532,9 @@ def _kernel_library(compiler: HostCompiler, runtime: _Runtime, sources: tuple[So
     key = _key("kernels", compiler.identity, compiler.flags, flags, _library_hash(root), text)
     names = ", ".join(source.name for source in sources)
     try:
-        return _cached_library(
-            key, text, compiler=compiler, flags=(*flags, f"-I{root}"), libraries=(str(runtime.path), "-Wl,-z,defs"), what=f"kernel {names}"
-        )
+        what = f"kernel {names}"
+        flags += (f"-I{root}",)
+        return _cached_library(key, text, compiler=compiler, flags=flags, options=("-Wl,-z,defs",), what=what, linked=runtime.image)
     except CompileError as error:
         log = str(error).partition(":\n")[2]
         blamed = [s.name for s in sources if re.search(rf"(?<![\w.]){re.escape(s.name)}\.cu:\d+", log)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -134,8 +136,21 @@ def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """``command``, with messages in English; what it prints may quote bytes of any encoding. Raises OSError."""
-    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env={**environ, "LC_ALL": "C"}, check=False)
+    """``command``, with messages in English; what it prints may quote bytes of any encoding. Raises OSError.
+
+    When this process is asked to end meanwhile, so are the command and what it has started: the compiler proper is its child.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
+        env={**environ, "LC_ALL": "C"}, process_group=0,
+    ) as process:  # fmt: skip
+        try:
+            printed, said = process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
 @functools.cache

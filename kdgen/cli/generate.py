@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -126,7 +127,7 @@ class _Run:
 
 
 def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    if text not in DRAFTERS and not Path(text).is_dir():
+    if text not in DRAFTERS and not (text and Path(text).is_dir()):
         raise click.BadParameter(f"{text!r} is neither a drafter's folder nor one of {', '.join(DRAFTERS)}")
     return text
 
@@ -136,7 +137,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
         return None
     if text == "auto":
         return "auto"
-    if text.isascii() and text.isdecimal() and int(text) < MAX_NODES:
+    if re.fullmatch("[0-9]{1,4}", text) and int(text) < MAX_NODES:
         return int(text)
     raise click.BadParameter(f"{text!r} is neither auto nor a number from 0 to {MAX_NODES - 1}")
 

@@ -33,4 +33,10 @@ class Float(_Plain, FloatParamType):
 
 
 class FloatRange(_Plain, click.FloatRange):
-    """A number between bounds."""
+    """A number between bounds, which NaN is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is no number.", param, ctx)
+        return number

@@ -22,6 +22,8 @@ def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
     where = "--prompt-ids"
     if text.startswith("@"):
         where = text[1:]
+        if not where:
+            raise KdgenError("--prompt-ids: @ stands before a file's name, and there is none")
         try:
             text = Path(where).read_text(encoding="utf-8")
         except OSError as error:

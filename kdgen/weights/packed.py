@@ -67,11 +67,11 @@ class PackedFile(PackedWeights):
         if compute not in ("f32", "bf16") or not isinstance(values, dict):
             raise WeightError(f"{path}: damaged .kdtr metadata: no spec, or no compute type")
         self.compute: Compute = compute
-        self.spec = Spec.from_mapping(values, path.name)
+        self.spec = Spec.from_mapping(values, str(path))
         files = json.loads(metadata.text)
         if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
             raise WeightError(f"{path}: damaged .kdtr metadata: 'text' is no table of files")
-        self.text = TextFiles(str(path), {name: content.encode() for name, content in files.items()})
+        self.text = TextFiles(str(path), {name: content.encode("utf-8", "surrogatepass") for name, content in files.items()})
 
     def check(self, plan: Plan) -> None:
         """Raises WeightError when the file was packed for other layouts, or its tensors are not those it announces."""

@@ -414,6 +414,23 @@ def test_two_processes_build_at_once() -> None:
         assert (out, process.returncode) == ("ran\n", 0), err
 
 
+def test_the_cache_may_be_cleared_at_any_time(tmp_path: Path) -> None:
+    """Kernels compile for seconds, and are linked with a runtime that came from the cache before."""
+    script = f"""
+import shutil, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from kdgen.backends.cpu import CpuBackend
+from tests.unit.test_cpu_backend import FILL, MIX, launch
+backend = CpuBackend()
+backend.load([FILL])
+shutil.rmtree({str(tmp_path / "cache")!r})
+backend.load([MIX])
+shutil.rmtree({str(tmp_path / "cache")!r})
+assert launch(backend, "fill", 5, grid=100)[64:66] == [5, 6]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "KDGEN_CACHE_DIR": str(tmp_path / "cache")})
+
+
 def test_portable_fiber_switch() -> None:
     compiler = host_compiler.find()
     process = start("checker", "portable", CXX=" ".join([*compiler.command, "-DEMU_UCONTEXT"]))
@@ -497,6 +514,33 @@ def test_a_compiler_that_writes_no_library(tmp_path: Path, own_cache: Path, writ
     compiler = host_compiler.find({"CXX": str(script), "PATH": os.environ["PATH"]})
     with pytest.raises(CompileError, match=r"thing: .*wrote no shared library"):
         compiler.build(tmp_path / "a.cpp", tmp_path / "a.so", flags=(), libraries=(), what="thing")
+
+
+def test_an_interrupt_ends_the_compiler_and_what_it_has_started(tmp_path: Path) -> None:
+    compiler, child = tmp_path / "c++", tmp_path / "child"
+    compiler.write_text(
+        f"#!/bin/sh\ncase $1 in --version) echo 1; exit;; esac\nsleep 60 &\necho $! > {child}.new; mv {child}.new {child}; wait\n"
+    )
+    compiler.chmod(0o755)
+    script = (
+        "from pathlib import Path; from kdgen.backends import host_compiler\n"
+        "host_compiler.find().build(Path('a.cpp'), Path('a.so'), flags=(), libraries=(), what='thing')"
+    )
+    building = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "CXX": str(compiler), "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not child.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    state = Path(f"/proc/{int(child.read_text())}/stat")
+    assert state.exists()
+    building.send_signal(signal.SIGINT)
+    building.wait(30)
+    deadline = time.monotonic() + 10
+    while (running := state.exists() and ") Z " not in state.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not running
 
 
 def test_a_library_that_cannot_be_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,7 @@ def test_prompts_from_a_file_and_with_blanks(tmp_path: Path, model: Path) -> Non
         ("1,40", "40, id 2 of the prompt, is outside the vocabulary of 40"),
         ("-1", "-1, id 1 of the prompt, is outside the vocabulary of 40"),
         ("@/nowhere/ids.txt", "/nowhere/ids.txt: cannot be read: No such file or directory"),
-        ("@", "cannot be read"),
+        ("@", "@ stands before a file.s name"),
     ],
 )
 def test_prompts_that_are_none(text: str, reason: str) -> None:
@@ -306,6 +306,8 @@ def test_options_that_make_no_sense(model: Path) -> None:
     assert "2 layers and cannot be cut to 9" in refused(model, "--random-weights", "--layers", "9")
     for option, value in (
         ("--budget", "64"),
+        ("--budget", "9" * 5000),
+        ("--draft", ""),
         ("--block-size", "17"),
         ("--max-new-tokens", "0"),
         ("--draft", "oracle"),
@@ -313,7 +315,7 @@ def test_options_that_make_no_sense(model: Path) -> None:
         ("--seed", str(2**64)),
     ):
         assert option in refused(model, option, value)
-    assert "error rate of nan" in refused(model, "--draft", "replay", "--error-rate", "nan")
+    assert "'--error-rate': nan is no number" in refused(model, "--draft", "replay", "--error-rate", "nan")
 
 
 # ---- damaged models -----------------------------------------------------------------------------------------------------------

@@ -193,6 +193,8 @@ def test_files_that_hold_something_else(tmp_path: Path, folder: Path) -> None:
     assert "hidden_size = -1" in generate(rewritten(out, broken))
     other = KdtrMetadata("packed", json.dumps(json.loads(metadata.spec) | {"vocab_size": 41}), metadata.layout)
     assert "packed for other layouts" in generate(rewritten(out, other))
+    half = KdtrMetadata("packed", metadata.spec, metadata.layout, '{"tokenizer.json": "\\ud800"}')
+    assert "tokenizer.json: is no text in UTF-8" in refused("generate", "--model", str(rewritten(out, half)), "--prompt", "x")
     os.truncate(out, out.stat().st_size - 1)
     assert "cut off" in generate(out)
 
