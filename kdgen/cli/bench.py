@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kdgen.backends.cuda import cuda_unusable
 from kdgen.bench import BenchReport, StepTime, measure, measure_parts
 from kdgen.bench_plot import plot
 from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
@@ -34,16 +35,18 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
 
 
 def _optional_numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
-    return _numbers(ctx, param, text) if text else ()
+    return () if text is None else _numbers(ctx, param, text)
 
 
+CONTEXT = 4096  #: tokens in the cache, unless told
+_CONTEXT_HELP = f"Tokens in the cache, several by comma.  [default: {CONTEXT}, or all that the model has]"
 _EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as tokens hit that choose at random."
 
 
 @click.command("bench")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
-@click.option("--context", "contexts", default="4096", show_default=True, callback=_numbers, help="Tokens in the cache, several by comma.")
+@click.option("--context", "contexts", callback=_optional_numbers, help=_CONTEXT_HELP)
 @click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
@@ -79,9 +82,13 @@ def command(
     ranks = agreed_ranks(place, tp, exchange)
     if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
         raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
+    if (why := cuda_unusable()) is not None:
+        raise KdgenError(f"a benchmark needs a GPU, and none can be used: {why}; `kdgen plan` says how fast a model can be on one")
     model = random_model(spec_name, layers, seed, draft)
     check_shard(model.spec, Shard(ranks))
-    longest, most = max(*contexts, prefill or 0), model.spec.max_position_embeddings
+    most = model.spec.max_position_embeddings
+    contexts = contexts or (min(CONTEXT, max(1, most - max(nodes))),)
+    longest = max(*contexts, prefill or 0)
     if longest + max(nodes) > most:
         raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
     limits = Limits(chunk if prefill else Limits().max_tokens, min(longest + 1024, most))

@@ -67,6 +67,7 @@ class FakeGpu(CpuBackend, CudaBackend):
 def gpu(monkeypatch: pytest.MonkeyPatch, cache_directory: Path) -> FakeGpu:
     gpu = FakeGpu()
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (gpu, WHOLE))
+    monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
     monkeypatch.setattr(kdgen.bench, "READ_MEGABYTES", 1)
     monkeypatch.setattr(kdgen.bench_parts, "MATRIX_ROUNDS", 1)
     monkeypatch.setattr(kdgen.bench_timing, "REPLAYS", 1)
@@ -165,6 +166,12 @@ def test_a_rank_times_its_part(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) ->
     assert kernels["gather_choice"]["launches"] == 1 and kernels["rank_sum"]["launches"] == 2 * layers + 1
 
 
+def test_a_context_that_every_model_has(gpu: FakeGpu) -> None:
+    result = CliRunner().invoke(main, ["bench", "tiny", "--nodes", "1,8", "--no-kernels", "--json"])
+    assert result.exit_code == 0, result.output
+    assert {step["context"] for step in json.loads(result.stdout)["steps"]} == {1024 - 8}
+
+
 def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
     result = bench("--nodes", "1,4", "--experts", "2,3", "--no-kernels", "--json")
     assert result.exit_code == 0, result.output
@@ -192,6 +199,12 @@ def test_what_is_refused(gpu: FakeGpu, options: list[str], said: str) -> None:
 
 
 def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) -> None:
+    monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: "none today")
+    for more in ((), ("--tp", "2")):  # before weights are made up, and not by naming a backend that cannot be chosen
+        result = bench(*more)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` says")
+    monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
     result = bench()
     assert result.exit_code == 2 and "a benchmark needs a GPU: the CPU backend emulates one thread by thread" in result.output
