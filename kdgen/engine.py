@@ -153,7 +153,7 @@ class Engine:
     def prefill(self, tokens: Sequence[int], sequence: int = 0, every_logit: bool = False) -> int:
         """Commit one chunk of at most ``limits.max_tokens`` tokens; returns the token after it, which becomes the root.
 
-        Logits are computed of the chunk's last token alone, or of every one.
+        Logits are computed of the chunk's last token alone, or of every one, at most ``limits.max_logits``.
         Raises KdgenError for an empty or too long chunk, ids out of range, or a full context.
         """
         return self.prefill_many([(sequence, tokens)], every_logit)[0]
@@ -163,6 +163,8 @@ class Engine:
         flat = [token for _, tokens in chunks for token in tokens]
         if not all(tokens for _, tokens in chunks) or len(flat) > self._plan.limits.max_tokens or not flat:
             raise KdgenError(f"a prefill step holds 1 to {self._plan.limits.max_tokens} tokens, not {len(flat)}")
+        if every_logit and len(flat) > self._plan.limits.max_logits:
+            raise KdgenError(f"a step has logits of at most {self._plan.limits.max_logits} tokens, not {len(flat)}")
         bad = next((t for t in flat if not 0 <= t < self.spec.vocab_size), None)
         if bad is not None:
             raise KdgenError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")

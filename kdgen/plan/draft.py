@@ -352,7 +352,7 @@ def _draft_stages(spec: Spec, draft: DraftSpec, limits: Limits, shard: Shard, ow
     end = (
         _norm(weight("draft_final_norm")),
         launch("lm_head", *_named("num_tokens hidden"), weight("lm_head"), buffer("draft_logits" if shard.whole else "logits")),
-        *(() if shard.whole else joined_logits("draft_logits", limits.max_rows, shard)),
+        *(() if shard.whole else joined_logits("draft_logits", limits.max_logits, shard)),
         *top_k_launches(),
     )
     splits, capacity = integer(_max_splits(draft, limits)), integer(limits.capacity)

@@ -243,6 +243,11 @@ class Limits:
         return max(self.max_tokens, self.max_sequences * MAX_NODES)
 
     @property
+    def max_logits(self) -> int:
+        """Rows of a step that have logits: a full tree of every sequence. Prefills have them of few rows, or of all if these are no more."""
+        return self.max_sequences * MAX_NODES
+
+    @property
     def capacity(self) -> int:
         """Cache rows of a sequence: a draft tree may stand beyond the last position that is kept."""
         return self.max_context + MAX_NODES

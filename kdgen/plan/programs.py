@@ -36,7 +36,7 @@ from kdgen.spec import Spec
 def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buffer, ...]:
     """Device memory other than weights, sized for ``limits``."""
     spec = part_of(whole, shard.ranks)
-    rows, heads, sequences = limits.max_rows, spec.num_attention_heads, limits.max_sequences
+    rows, heads, sequences, choices = limits.max_rows, spec.num_attention_heads, limits.max_sequences, limits.max_logits
     group = attention_rows(spec, mode, limits)
     act: DType = "bf16" if mode.compute == "bf16" else "f32"
     splits = max_splits(spec, mode, limits)
@@ -83,13 +83,13 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         state("row_prefix", "i32", rows),
         state("row_slot", "i32", rows),
         state("row_path", "i32", rows, MAX_PATH),
-        state("next_token", "i32", rows),
-        state("logits", "f32", rows, spec.vocab_size),
+        state("next_token", "i32", choices),
+        state("logits", "f32", choices, spec.vocab_size),
         state("logit_begin", "i32", sequences + 1),
         state("num_logits", "i32", 1),
-        state("logit_row", "i32", rows),
-        state("logit_sequence", "i32", rows),
-        state("logit_position", "i32", rows),
+        state("logit_row", "i32", choices),
+        state("logit_sequence", "i32", choices),
+        state("logit_position", "i32", choices),
         work("residual", "f32", rows, spec.hidden_size),
         work("hidden", act, rows, spec.hidden_size),
         work("kv_a", "f32", rows, (spec.q_lora_rank or 0) + spec.cache_row_dim),
@@ -127,20 +127,20 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
         found += [
             work("attention_part", "f32", rows, spec.hidden_size),
             work("mlp_part", "f32", rows, spec.hidden_size),
-            work("logits_parts", "f32", shard.ranks, rows, spec.vocab_size),
-            work("whole_logits", "f32", rows, whole.vocab_size),
+            work("logits_parts", "f32", shard.ranks, choices, spec.vocab_size),
+            work("whole_logits", "f32", choices, whole.vocab_size),
         ]
         if shard.exchange == "gather":
             found += [
                 work("parts", "f32", shard.ranks, rows, spec.hidden_size),
-                work("choice", "i32", rows, 2),
-                work("choices", "i32", shard.ranks, rows, 2),
+                work("choice", "i32", choices, 2),
+                work("choices", "i32", shard.ranks, choices, 2),
             ]
         else:
-            for name, width in (("sum", spec.hidden_size), ("choice", 2), ("logits", spec.vocab_size)):
+            for name, most, width in (("sum", rows, spec.hidden_size), ("choice", choices, 2), ("logits", choices, spec.vocab_size)):
                 found += [  # a word and its round, for each of two turns
-                    Buffer(f"inbox_{name}", "i32", (2, shard.ranks, rows, width, 2), "inbox"),
-                    Buffer(f"rounds_{name}", "i32", (rows, column_blocks(width)), "counter"),
+                    Buffer(f"inbox_{name}", "i32", (2, shard.ranks, most, width, 2), "inbox"),
+                    Buffer(f"rounds_{name}", "i32", (most, column_blocks(width)), "counter"),
                 ]
     return tuple(found)
 
@@ -180,7 +180,7 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
         )
     )
     found = []
-    for suffix, choose in _choices(spec, shard, limits.max_rows):
+    for suffix, choose in _choices(spec, shard, limits.max_logits):
         found += [
             Program(f"prefill{suffix}", (*prefill, Stage((*_of_logits(choose), _advance("logit_begin"))))),
             Program(f"decode{suffix}", (*decode, Stage((*choose, _advance("step_begin"))))),
@@ -219,7 +219,7 @@ def _choices(spec: Spec, shard: Shard, rows: int) -> tuple[tuple[str, tuple[Laun
 
 
 def joined_logits(target: str, rows: int, shard: Shard) -> tuple[Launch, ...]:
-    """The ranks' logits as whole rows in the buffer ``target``. ``rows``: the most token rows of a step."""
+    """The ranks' logits as whole rows in the buffer ``target``. ``rows``: the most that a step has logits of."""
     join = launch("rank_logits", *_buffers("num_tokens logits_parts"), ROWS, buffer(target))
     if shard.exchange == "gather":
         return launch("gather_logits"), join

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend
 from kdgen.bench_parts import prefill_operations
 from kdgen.engine import Engine
+from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.shard import Exchange, Shard
@@ -67,6 +68,17 @@ def test_last_rows_have_the_bits_that_they_have_among_all(cpu_backend: Backend, 
     last_roots, last_logits, last_cache = prefilled(engine, every_logit=False)
     assert last_roots == roots and logits.shape == (3, TINY.vocab_size)
     assert differing_bits(last_logits, logits) == 0 and differing_bits(last_cache, cache) == 0
+
+
+def test_a_step_has_memory_for_logits_of_full_trees_alone(cpu_backend: Backend) -> None:
+    """However many tokens a prefill takes: at 2,048 of them and a vocabulary of 163,840 all logits would be 1.3 GB."""
+    plan = build_plan(TINY, "f32", Limits(80, 100))
+    assert plan.buffer("logits").shape == (64, TINY.vocab_size) and plan.buffer("tokens").shape == (80,)
+    engine = Engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__)
+    with pytest.raises(KdgenError, match="a step has logits of at most 64 tokens, not 65"):
+        engine.prefill([1] * 65, every_logit=True)
+    engine.prefill([1] * 80)
+    assert engine.length() == 80 and np.isfinite(engine.logits(1)).all()
 
 
 def test_a_nan_is_looked_for_among_the_logits_that_there_are(cpu_backend: Backend) -> None:
