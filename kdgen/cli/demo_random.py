@@ -16,6 +16,7 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
+from kdgen.model import context_for
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.spec import Spec, load_spec
@@ -96,7 +97,7 @@ def note_on_times(engine: Engine) -> str:
 
 
 def _engine(spec: Spec, dtype: Compute | None, backend: str | None, seed: int, max_new_tokens: int) -> Engine:
-    plan = build_plan(spec, dtype, Limits(max_context=min(PROMPT_TOKENS + max_new_tokens, spec.max_position_embeddings)))
+    plan = build_plan(spec, dtype, Limits(max_context=context_for(spec, PROMPT_TOKENS, max_new_tokens)))
     size = sum(w.total_bytes for w in plan.weights)
     if size > MOST_WEIGHTS:
         raise KdgenError(f"{spec.name} has {size / 1e9:.0f} GB of weights, too many for a demonstration: try `kdgen demo tiny`")

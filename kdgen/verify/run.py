@@ -61,6 +61,9 @@ TOGETHER = Situation(
 #: published models, for wgmma's larger shape.
 WIDE_LATENTS: dict[Family, int] = {"generic": 256, "sm_90a": 512}
 
+#: Some checks decode as much, two chains of 9 rows, however few positions a model has.
+LEAST_POSITIONS = 32
+
 Say = Callable[[str], None]
 
 
@@ -78,6 +81,9 @@ def verify(
     """
     began = perf_counter()
     specs = [load_spec(name) for name in names or DEFAULT_SPECS]
+    for spec in specs:
+        if (most := spec.max_position_embeddings) < LEAST_POSITIONS:
+            raise KdgenError(f"{spec.name}: checks need a context of {LEAST_POSITIONS}, more than its max_position_embeddings {most}")
     backend = open_backend(backend_name)
     plans = _that_run(backend, plans_for(specs, compute))
     others = [] if names else _that_run(backend, plans_for(variants(), compute))
