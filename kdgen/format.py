@@ -32,7 +32,8 @@ def clang_format_many(texts: Sequence[str]) -> list[str]:
         files = [Path(directory) / f"{i}.cu" for i in range(len(texts))]
         for file, text in zip(files, texts, strict=True):
             file.write_bytes(text.encode())
-        _run(f"--style={STYLE}", "-i", *map(str, files))
+        # by names in their folder: clang-format takes a % in a path for a place to be filled in
+        _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=directory)
         return [file.read_bytes().decode() for file in files]
 
 
@@ -42,9 +43,9 @@ def clang_format_version() -> str:
     return _run("--version").split()[-1]
 
 
-def _run(*arguments: str) -> str:
+def _run(*arguments: str, folder: str | None = None) -> str:
     try:
-        result = subprocess.run([str(_binary()), *arguments], capture_output=True, text=True, check=False)
+        result = subprocess.run([str(_binary()), *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
         raise KdgenError(f"clang-format does not run ({error}); reinstall it: pip install --force-reinstall clang-format") from error
     if result.returncode != 0:
@@ -56,4 +57,4 @@ def _binary() -> Path:
     package = importlib.util.find_spec("clang_format")
     if package is None or package.origin is None:
         raise KdgenError("clang-format is missing; pip install 'clang-format>=20,<24'")
-    return Path(package.origin).parent / "data" / "bin" / ("clang-format.exe" if sys.platform == "win32" else "clang-format")
+    return Path(package.origin).absolute().parent / "data" / "bin" / ("clang-format.exe" if sys.platform == "win32" else "clang-format")

@@ -497,12 +497,12 @@ _runtime_lock = threading.Lock()
 @functools.cache
 def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
     key = _key("runtime", compiler.identity, compiler.flags, _library_hash(root))
-    text = f'#include "{root / "runtime" / "runtime.cpp"}"\n'
+    text = '#include "runtime/runtime.cpp"\n'  # a path in it would have to be quoted
     path = _cached_library(
         key,
         text,
         compiler=compiler,
-        flags=("-O2",),
+        flags=("-O2", f"-I{root}"),
         options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
         what="the CPU backend's runtime",
     )

@@ -414,8 +414,9 @@ def test_two_processes_build_at_once() -> None:
         assert (out, process.returncode) == ("ran\n", 0), err
 
 
-def test_the_cache_may_be_cleared_at_any_time(tmp_path: Path) -> None:
+def test_the_cache_may_be_cleared_at_any_time_and_kdgen_lie_anywhere(tmp_path: Path) -> None:
     """Kernels compile for seconds, and are linked with a runtime that came from the cache before."""
+    (tmp_path / 'a "b\\').symlink_to(templates_dir())
     script = f"""
 import shutil, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
@@ -428,7 +429,8 @@ backend.load([MIX])
 shutil.rmtree({str(tmp_path / "cache")!r})
 assert launch(backend, "fill", 5, grid=100)[64:66] == [5, 6]
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "KDGEN_CACHE_DIR": str(tmp_path / "cache")})
+    places = {"KDGEN_CACHE_DIR": str(tmp_path / "cache"), "KDGEN_TEMPLATES_DIR": str(tmp_path / 'a "b\\')}
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, **places})
 
 
 def test_portable_fiber_switch() -> None:

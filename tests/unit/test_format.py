@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_many_at_once_keep_their_order() -> None:
     texts = [f"int   x{i};\n" for i in range(100)]
     assert clang_format_many(texts) == [f"int x{i};\n" for i in range(100)]
     assert clang_format_many([]) == []
+
+
+def test_temporary_files_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / '100% "of" it'
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert clang_format("int   x;\n") == "int x;\n"
 
 
 def test_path_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
