@@ -244,7 +244,7 @@ class Limits:
 
     @property
     def max_logits(self) -> int:
-        """Rows of a step that have logits: a full tree of every sequence. Prefills have them of few rows, or of all if these are no more."""
+        """Rows of a step that have logits: a full tree of every sequence. Prefills have them of a few, or of all if there are no more."""
         return self.max_sequences * MAX_NODES
 
     @property
