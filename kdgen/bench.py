@@ -35,6 +35,7 @@ from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
+from kdgen.key_tiles import TILE
 from kdgen.plan.ir import MAX_NODES
 from kdgen.plan.kernels import CHOICE_BESIDE
 from kdgen.plan.least import draft_bytes, kernel_bytes
@@ -239,8 +240,10 @@ def _kernels(
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
-    """The launches again for every stretch of ``rows`` cache rows that there is room for: a short one alone would stay in the L2 cache."""
+    """The launches again for every stretch of ``rows`` cache rows (of whole tiles, where it lies in those) that there is room for: a short
+    one alone would stay in the L2 cache."""
     cache = engine.plan.buffer("kv_cache")
+    rows = -(-rows // TILE) * TILE if engine.plan.key_tiles else rows
     row_bytes = cache.bytes // math.prod(cache.shape[:-1])
 
     def moved(argument: Argument, by: int) -> Argument:

@@ -17,6 +17,7 @@ from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launc
 from kdgen.draft_spec import no_drafter
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import BackendError, KdgenError
+from kdgen.key_tiles import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
 from kdgen.plan.programs import SAMPLED
 from kdgen.plan.tiled import twin_name
@@ -236,6 +237,8 @@ class Engine:
             cache = self._buffers[name]
             made_up = np.random.default_rng(seed).standard_normal((length, cache.shape[-1]), np.float32)
             rows = made_up.astype(numpy_dtype(cache.dtype))
+            if name == "kv_cache" and self._plan.key_tiles:
+                rows = to_tiles(np.concatenate([rows, np.zeros((-length % TILE, cache.shape[-1]), rows.dtype)]))
             for layer in range(cache.shape[0]):
                 self.backend.write(cache, rows, layer * math.prod(cache.shape[1:]))
         self.cut(length, 0)
@@ -262,7 +265,8 @@ class Engine:
 
     def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
-        return self.read("kv_cache")[:, sequence, : self._lengths[sequence]]
+        cache = self.read("kv_cache")[:, sequence]
+        return (from_tiles(cache) if self._plan.key_tiles else cache)[:, : self._lengths[sequence]]
 
     # ---- internals --------------------------------------------------------------------------------------------------
 

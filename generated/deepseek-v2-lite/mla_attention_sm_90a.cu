@@ -3,8 +3,8 @@
 
 // Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
 // group of them. Blocks share the groups out among them, and the splits of a group by the keys in them. In a block, two
-// warps fill each of the two stages with tiles of 64 keys; a warpgroup makes scores, probabilities and the left half of
-// the values, another one the right half.
+// warps fill each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and
+// probabilities of every other tile, and half of the value columns of all: one's products run while the other weighs scores.
 // Splits that all rows of a group see whole, in the same cache rows, are visited once for all of them; the others by
 // each row for itself, so that no row's tile holds keys that another one masks.
 // Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
@@ -13,31 +13,38 @@
 #include "primitives.cuh"
 
 namespace mla_attention {
+constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
+// 64 slots together, of which 64 columns together, in rows of 128 bytes: tiles just as wgmma reads them in shared memory
+__device__ __forceinline__ size_t cache_place(int slot, int column) {
+  const int chunk = slot / 64 * (ROW / 64) + column / 64;
+  return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
+}
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;  // also the values' width: V is the latent part of the key row
-constexpr int ROW = 576;
 constexpr int MAX_PATH = 16;
 constexpr float SCALE = 0x1.52f5d8p-3f /* 0.165507976 */;  // with log2(e) in it: exponentials are powers of 2
 constexpr int TILE = 64;  // keys of a tile, heads of a block, and columns of a chunk of either
 constexpr int CHUNKS = ROW / TILE;
-constexpr int PARTS = 3;  // in which a tile comes, so that its scores can begin with the first
-constexpr int PART = CHUNKS / PARTS;
-constexpr int STAGES = 2;
-constexpr int GROUP = 4;                  // token rows of a tile of heads
+constexpr int STAGES = 2;  // as many as warpgroups that make scores, so that a stage's tiles are one's
+constexpr int GROUP = 4;   // token rows of a tile of heads
 constexpr int TILE_HEADS = TILE / GROUP;  // of each of them
 constexpr int HEAD_TILES = HEADS / TILE_HEADS;
 constexpr int START = 256;         // keys that take as long as the start of another tile of heads
 constexpr int HALF = KV_LORA / 2;  // value columns of a warpgroup
-constexpr int LOADERS = TILE;      // threads that fill a stage
+constexpr int HALF_CHUNKS = HALF / TILE;
 constexpr int BLOCK = 384;
 
-// 221800 bytes, of the 227 KiB that sm_90a has
+typedef bf16 Chunk[TILE][TILE];
+// 231568 bytes, of the 227 KiB that sm_90a has
 struct Shared {
-  bf16 query[CHUNKS][TILE][TILE];
-  // a tile's last chunk, the rotary one, holds the probabilities once its scores are done
-  bf16 key[STAGES][CHUNKS][TILE][TILE];
-  float rescale[STAGES][TILE];
-  u64 query_filled[PARTS], filled[STAGES][PARTS], weighed[STAGES], read[STAGES];
+  Chunk query[CHUNKS], key[STAGES][CHUNKS];
+  // what one warpgroup hands to the other with a tile: a thread's probabilities and sums, and of each of its heads
+  uint4 probability[TILE / 16][2 * TILE];
+  float running_sum[2][2 * TILE];
+  float rescale[STAGES][TILE], running_max[STAGES][TILE];
+  // by the half of the columns; the rotary chunk comes with the half of the warpgroup that reads it
+  u64 query_filled[2], filled[STAGES][2], read[STAGES][2];
+  u64 weighed[STAGES][4];  // by warp
 };
 
 // split bounds are absolute positions, the same for every row
@@ -95,48 +102,32 @@ __device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_s
   }
 }
 
-__device__ __forceinline__ void wait_for_tile(Shared* shared, int tile) {
+// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at the largest score so far, in bfloat16 as the fragments of
+// an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before, are of this thread's two heads;
+// sums are of its own keys.
+__device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_max)[2],
+                                      float (&running_sum)[2], float (&rescale)[2],
+                                      u32 (&probability)[TILE / 16][4]) {
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part)
-    mbarrier_wait(&shared->filled[tile % STAGES][part], (tile / STAGES) & 1);
-}
-// Lane 0 speaks for its warp.
-__device__ __forceinline__ void arrive_as_warp(u64* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
-// A thread's 16 bytes of `row` of each chunk of a part.
-__device__ __forceinline__ void copy_row(bf16 (*chunks)[TILE], const bf16* source, int row, int piece,
-                                         bool visible) {
+  for (int i = 0; i < 2; ++i) {
+    float largest = negative_infinity();
 #pragma unroll
-  for (int c = 0; c < PART; ++c)
-    cp_async_16(chunks[c * TILE] + swizzled(row, piece) / sizeof(bf16), source + c * TILE, visible);
-}
-// Tells of this thread's copies, a group a part, as they come.
-template <int LATER>
-__device__ __forceinline__ void announce(u64* filled) {
-  cp_async_wait<LATER>();
-  fence_for_wgmma();
-  arrive_as_warp(filled + PARTS - 1 - LATER);
-  if constexpr (LATER > 0) announce<LATER - 1>(filled);
-}
-
-// values = rescale * values + probabilities * latents, of one half of the columns
-template <class Probability>
-__device__ __forceinline__ void add_values(float (&values)[HALF / 2], const float (&rescale)[2],
-                                           Probability probability, const void* latent) {
-  if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+    for (int j = 0; j < TILE / 4; ++j) largest = fmaxf(largest, score[j / 2 * 4 + i * 2 + j % 2]);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float new_max = fmaxf(running_max[i], largest * SCALE);
+    rescale[i] = exp2_or_zero(running_max[i] - new_max);
+    running_max[i] = new_max;
+    running_sum[i] *= rescale[i];
 #pragma unroll
-    for (int i = 0; i < HALF / 2; ++i) values[i] *= rescale[i / 2 % 2];
+    for (int j = 0; j < TILE / 8; ++j) {
+      float* pair = score + j * 4 + i * 2;
+      pair[0] = exp2_or_zero(fmaf(pair[0], SCALE, -new_max));
+      pair[1] = exp2_or_zero(fmaf(pair[1], SCALE, -new_max));
+      running_sum[i] += pair[0] + pair[1];
+      probability[j / 2][j % 2 * 2 + i] = pack_bf16x2(pair[0], pair[1]);
+    }
   }
-  wgmma_fence(values);
-  const u64 columns = wgmma_tile(latent, sizeof(bf16[TILE][TILE]));
-#pragma unroll
-  for (int step = 0; step < TILE / 16; ++step)
-    wgmma<1>(values, probability(step), columns + wgmma_offset(step * 16 * 128), true);
-  wgmma_commit();
-  wgmma_wait(values);
 }
 
 // A split's values as the combine reads them, rounded to bfloat16: a thread's 16 bytes are 2 columns of each 8 of 32,
@@ -158,187 +149,251 @@ __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], in
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
-                  const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
-                  bf16* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits) {
-  SHARED_DYNAMIC(Shared, shared);
-  if (threadIdx.x < PARTS) mbarrier_init(&shared->query_filled[threadIdx.x], LOADERS / 32);
-  if (threadIdx.x < STAGES) {
-    for (int part = 0; part < PARTS; ++part) mbarrier_init(&shared->filled[threadIdx.x][part], LOADERS / 32);
-    mbarrier_init(&shared->weighed[threadIdx.x], 4);
-    mbarrier_init(&shared->read[threadIdx.x], 8);
-  }
-  __syncthreads();
-  allow_next_kernel();
-  const int tokens = *num_tokens,
-            head_tile = blockIdx.y;  // old, as the rows' places: the loaders wait for what is not
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // one lane's, so that the compiler knows that it is the same for all of a warp
-  const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
-  auto store = [&](const float (&values)[HALF / 2], int half, int token_row, int rows, int split) {
-    constexpr int PIECES = TILE_HEADS * KV_LORA / 8;
-    const size_t part = ((size_t)token_row * max_splits + split) * HEAD_TILES + head_tile;
-    store_values(values, half, reinterpret_cast<uint4*>(split_values) + part * PIECES, rows,
-                 (size_t)max_splits * HEAD_TILES * PIECES);
-  };
-  int tile = 0;  // this block's tiles so far, counted alike by all warps
+// Lane 0 speaks for its warp.
+__device__ __forceinline__ void arrive_as_warp(u64* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
 
-  if (warpgroup == 2) {
-    give_registers_back<56>();
-    const int stage = threadIdx.x % 128 / LOADERS;
-    const int first_row = threadIdx.x % LOADERS / 8, piece = threadIdx.x % 8;
-    auto load = [&](int token_row, int rows, int, int first_key, int end_key, bool new_row) {
-      const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW + piece * 8;
-      const int prefix = row_prefix[token_row];
-      const int* path = row_path + token_row * MAX_PATH;
-      wait_for_previous_kernel();               // for the queries and this step's cache rows
-      if (new_row && tile % STAGES != stage) {  // the others fill the first tile meanwhile
-        // after the last tile that met the last query
-        if (tile > 0) mbarrier_wait(&shared->read[stage], ((tile - 1) / STAGES) & 1);
-        const bf16* heads = query + ((size_t)token_row * HEADS + head_tile * TILE) * ROW + piece * 8;
-#pragma unroll 1
-        for (int part = 0; part < PARTS; ++part) {
-#pragma unroll 4
-          for (int row = first_row; row < TILE; row += 8)
-            copy_row(shared->query[part * PART], heads + row * ROW + part * PART * TILE, row, piece,
-                     row < rows * TILE_HEADS);
-          cp_async_commit();
-        }
-        announce<PARTS - 1>(shared->query_filled);
-      }
-      for (int key = first_key; key < end_key; key += TILE, ++tile) {
-        if (tile % STAGES != stage) continue;
-        if (tile >= STAGES) mbarrier_wait(&shared->read[stage], (tile / STAGES - 1) & 1);
-#pragma unroll 1
-        for (int part = 0; part < PARTS; ++part) {
-#pragma unroll 4
-          for (int row = first_row; row < TILE; row += 8) {
-            const int position = key + row;
-            const bool visible = position < end_key;
-            int slot = 0;
-            if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
-            copy_row(shared->key[stage][part * PART], cache + (size_t)slot * ROW + part * PART * TILE, row,
-                     piece, visible);
-          }
-          cp_async_commit();
-        }
-        announce<PARTS - 1>(shared->filled[stage]);
-      }
-    };
-    for_splits_of_block(tokens, row_sequence, row_position, row_prefix, load);
-    wait_for_previous_kernel();  // a kernel ends only after the one before it
-    return;
-  }
-
-  take_more_registers<224>();
-  float values[HALF / 2];
-  if (warpgroup == 1) {
-    auto add_right_values = [&](int token_row, int rows, int split, int first_key, int end_key, bool) {
+// A thread's 16 bytes of `row` of each chunk of a half; in `source` a chunk begins so many numbers behind the last.
+__device__ __forceinline__ void copy_row(Chunk* tile, const bf16* source, int chunk_numbers, int half,
+                                         bool rotary, int row, bool visible) {
+  const int at = swizzled(row, threadIdx.x % 8) / sizeof(bf16);
 #pragma unroll
-      for (int i = 0; i < HALF / 2; ++i) values[i] = 0.0f;
-      for (int key = first_key; key < end_key; key += TILE, ++tile) {
-        const int stage = tile % STAGES;
-        wait_for_tile(shared, tile);
-        mbarrier_wait(&shared->weighed[stage], (tile / STAGES) & 1);
-        const float rescale[2] = {shared->rescale[stage][warp * 16 + lane / 4],
-                                  shared->rescale[stage][warp * 16 + lane / 4 + 8]};
-        const u64 probability = wgmma_tile(shared->key[stage][CHUNKS - 1], 0);
-        auto rows = [&](int step) { return probability + wgmma_offset(step * 32); };
-        add_values(values, rescale, rows, shared->key[stage][HALF / TILE]);
-        arrive_as_warp(&shared->read[stage]);
-      }
-      store(values, 1, token_row, rows, split);
-    };
-    for_splits_of_block(tokens, row_sequence, row_position, row_prefix, add_right_values);
-    return;
-  }
+  for (int chunk = half * HALF_CHUNKS; chunk < (half + 1) * HALF_CHUNKS; ++chunk)
+    cp_async_16(&tile[chunk][0][0] + at, source + chunk * chunk_numbers, visible);
+  if (rotary) cp_async_16(&tile[CHUNKS - 1][0][0] + at, source + (CHUNKS - 1) * chunk_numbers, visible);
+}
+// Waits for this warp's copies and tells of them.
+__device__ __forceinline__ void announce(u64* filled) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  fence_for_wgmma();
+  arrive_as_warp(filled);
+}
 
-  int queries = 0;  // this block's tiles of heads so far
-  auto attend = [&](int token_row, int rows, int split, int first_key, int end_key, bool new_row) {
+// Begins values = rescale * values + probabilities * latents, of one half of the columns.
+__device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const float (&rescale)[2],
+                                             const u32 (&probability)[TILE / 16][4], const void* latent) {
+  if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+    for (int i = 0; i < HALF / 2; ++i) values[i] *= rescale[i / 2 % 2];
+  }
+  wgmma_fence(values);
+  const u64 columns = wgmma_tile(latent, sizeof(Chunk));
+#pragma unroll
+  for (int step = 0; step < TILE / 16; ++step)
+    wgmma<1>(values, probability[step], columns + wgmma_offset(step * 16 * 128), true);
+  wgmma_commit();
+}
+
+// What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and that half of the value columns of all.
+template <int WARPGROUP>
+__device__ __forceinline__ void attend(Shared* shared, int tokens, const int* row_sequence,
+                                       const int* row_position, const int* row_prefix, bf16* split_values,
+                                       float* split_max, float* split_sum, int max_splits) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, head_tile = blockIdx.y;
+  const int first_head = warp * 16 + lane / 4;  // of the tile, and another one 8 behind
+  float values[HALF / 2];
+  int tile = 0, queries = 0;  // this block's tiles of keys and of heads so far
+  // The values of the other warpgroup's tile `other`.
+  auto begin_others = [&](int other, u32(&probability)[TILE / 16][4]) {
+    const int stage = 1 - WARPGROUP;
+    mbarrier_wait(&shared->weighed[stage][warp], (other / STAGES) & 1);
+    const float rescale[2] = {shared->rescale[stage][first_head], shared->rescale[stage][first_head + 8]};
+#pragma unroll
+    for (int step = 0; step < TILE / 16; ++step) {
+      const uint4 four = shared->probability[step][thread];
+      probability[step][0] = four.x, probability[step][1] = four.y, probability[step][2] = four.z,
+      probability[step][3] = four.w;
+    }
+    mbarrier_wait(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);
+    begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS]);
+  };
+  auto end_others = [&](const u32(&probability)[TILE / 16][4]) {
+    wgmma_wait(values, probability);
+    arrive_as_warp(&shared->read[1 - WARPGROUP][WARPGROUP]);
+  };
+  auto attend_split = [&](int token_row, int rows, int split, int first_key, int end_key, bool new_row) {
     queries += new_row;
-    // softmax state of rows lane / 4 and lane / 4 + 8 of the warp; the sums are of this thread's keys
-    float running_max[2] = {negative_infinity(), negative_infinity()}, running_sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < HALF / 2; ++i) values[i] = 0.0f;
     for (int key = first_key; key < end_key; key += TILE, ++tile) {
-      const int stage = tile % STAGES;
+      const bool is_last = key + TILE >= end_key;
+      if (tile % STAGES != WARPGROUP) {
+        if (WARPGROUP == 1 && !is_last) continue;  // later, while it weighs its own next tile
+        u32 probability[TILE / 16][4];
+        begin_others(tile, probability);
+        end_others(probability);
+        continue;
+      }
+      const int stage = WARPGROUP;
       float score[TILE / 2];
       const u64 heads = wgmma_tile(shared->query, 0), keys = wgmma_tile(shared->key[stage], 0);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        if (chunk % PART == 0) {
-          if (key == first_key) mbarrier_wait(&shared->query_filled[chunk / PART], (queries - 1) & 1);
-          mbarrier_wait(&shared->filled[stage][chunk / PART], (tile / STAGES) & 1);
+        if (chunk % HALF_CHUNKS == 0 && chunk < 2 * HALF_CHUNKS) {
+          mbarrier_wait(&shared->query_filled[chunk / HALF_CHUNKS], (queries - 1) & 1);
+          mbarrier_wait(&shared->filled[stage][chunk / HALF_CHUNKS], (tile / STAGES) & 1);
           wgmma_fence(score);
         }
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step) {
-          const u64 offset = wgmma_offset(chunk * sizeof(bf16[TILE][TILE]) + step * 32);
+          const u64 offset = wgmma_offset(chunk * sizeof(Chunk) + step * 32);
           wgmma<0>(score, heads + offset, keys + offset, chunk + step > 0);
         }
       }
       wgmma_commit();
       wgmma_wait(score);
 
-      if (key + TILE > end_key) {
-#pragma unroll
-        for (int i = 0; i < TILE / 2; ++i)
-          if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= end_key) score[i] = negative_infinity();
-      }
+      // softmax state; the sums are of this thread's keys
+      float running_max[2] = {negative_infinity(), negative_infinity()}, running_sum[2] = {0.0f, 0.0f},
+            rescale[2];
       u32 probability[TILE / 16][4];
-      float rescale[2];
+      auto weigh_and_hand_over = [&] {
+        if (key + TILE > end_key) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float largest = negative_infinity();
-#pragma unroll
-        for (int j = 0; j < TILE / 4; ++j) largest = fmaxf(largest, score[j / 2 * 4 + half * 2 + j % 2]);
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const float new_max = fmaxf(running_max[half], largest * SCALE);
-        rescale[half] = exp2_or_zero(running_max[half] - new_max);
-        running_max[half] = new_max;
-        running_sum[half] *= rescale[half];
-#pragma unroll
-        for (int j = 0; j < TILE / 8; ++j) {
-          float* pair = score + j * 4 + half * 2;
-          pair[0] = exp2_or_zero(fmaf(pair[0], SCALE, -new_max));
-          pair[1] = exp2_or_zero(fmaf(pair[1], SCALE, -new_max));
-          running_sum[half] += pair[0] + pair[1];
-          probability[j / 2][j % 2 * 2 + half] = pack_bf16x2(pair[0], pair[1]);
+          for (int i = 0; i < TILE / 2; ++i)
+            if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= end_key) score[i] = negative_infinity();
         }
+        weigh(score, running_max, running_sum, rescale, probability);
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+          shared->probability[step][thread] = make_uint4(probability[step][0], probability[step][1],
+                                                         probability[step][2], probability[step][3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          shared->running_sum[i][thread] = running_sum[i];
+          if (lane % 4 != 0) continue;
+          shared->running_max[stage][first_head + i * 8] = running_max[i];
+          shared->rescale[stage][first_head + i * 8] = rescale[i];
+        }
+        arrive_as_warp(&shared->weighed[stage][warp]);
+      };
+      auto take_over = [&] {
+        for (int i = 0; i < 2; ++i) {
+          running_max[i] = shared->running_max[1 - stage][first_head + i * 8];
+          running_sum[i] = shared->running_sum[i][thread];
+        }
+      };
+      if (WARPGROUP == 1 && key > first_key) {
+        u32 others[TILE / 16][4];
+        begin_others(tile - 1, others);
+        take_over();
+        weigh_and_hand_over();
+        end_others(others);
+      } else {
+        if (key > first_key) take_over();
+        weigh_and_hand_over();
       }
-      barrier_of_warps(1, 128);  // all four warps have read the rotary chunk
-      char* shared_probability = reinterpret_cast<char*>(shared->key[stage][CHUNKS - 1]) + lane % 4 * 4;
+      begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS]);
+      wgmma_wait(values, probability);
+      arrive_as_warp(&shared->read[stage][WARPGROUP]);
+      if (!is_last) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int head = warp * 16 + half * 8 + lane / 4;
-#pragma unroll
-        for (int j = 0; j < TILE / 8; ++j)
-          *reinterpret_cast<u32*>(shared_probability + swizzled(head, j)) =
-              probability[j / 2][j % 2 * 2 + half];
-        if (lane % 4 == 0) shared->rescale[stage][head] = rescale[half];
+      for (int i = 0; i < 2; ++i) {
+        float sum = running_sum[i];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const int head = first_head + i * 8;  // rows' heads lie one after another
+        const size_t place = ((size_t)token_row * HEADS + head_tile * TILE + head) * max_splits + split;
+        if (lane % 4 != 0 || head >= rows * TILE_HEADS) continue;
+        split_max[place] = running_max[i];
+        split_sum[place] = sum;
       }
-      fence_for_wgmma();
-      arrive_as_warp(&shared->weighed[stage]);
-      auto fragments = [&](int step) -> const u32(&)[4] { return probability[step]; };
-      add_values(values, rescale, fragments, shared->key[stage][0]);
-      arrive_as_warp(&shared->read[stage]);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = running_sum[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const int head = warp * 16 + half * 8 + lane / 4;  // rows' heads lie one after another
-      const size_t place = ((size_t)token_row * HEADS + head_tile * TILE + head) * max_splits + split;
-      if (lane % 4 != 0 || head >= rows * TILE_HEADS) continue;
-      split_max[place] = running_max[half];
-      split_sum[place] = sum;
-    }
-    store(values, 0, token_row, rows, split);
+    constexpr int PIECES = TILE_HEADS * KV_LORA / 8;
+    const size_t part = ((size_t)token_row * max_splits + split) * HEAD_TILES + head_tile;
+    store_values(values, WARPGROUP, reinterpret_cast<uint4*>(split_values) + part * PIECES, rows,
+                 (size_t)max_splits * HEAD_TILES * PIECES);
   };
-  for_splits_of_block(tokens, row_sequence, row_position, row_prefix, attend);
+  for_splits_of_block(tokens, row_sequence, row_position, row_prefix, attend_split);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
+                  const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
+                  bf16* split_values, float* split_max, float* split_sum, int context_capacity,
+                  int max_splits) {
+  SHARED_DYNAMIC(Shared, shared);
+  if (threadIdx.x < 2) {
+    const int i = threadIdx.x;
+    mbarrier_init(&shared->query_filled[i], STAGES);
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_init(&shared->filled[i][half], 1);
+      mbarrier_init(&shared->read[i][half], 4);
+    }
+    for (int warp = 0; warp < 4; ++warp) mbarrier_init(&shared->weighed[i][warp], 1);
+    fence_for_wgmma();
+  }
+  __syncthreads();
+  allow_next_kernel();
+  const int tokens = *num_tokens;  // old, as the rows' places: the loaders wait for what is not
+  // one lane's, so that the compiler knows that it is the same for all of a warp
+  const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
+  if (warp >= 8) {
+    give_registers_back<56>();
+    const int stage = warp % 4 / 2, half = warp % 2, lane = threadIdx.x % 32;
+    const bool rotary = half == stage;
+    int tile = 0;
+    auto load = [&](int token_row, int rows, int, int first_key, int end_key, bool new_row) {
+      const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW;
+      const int prefix = row_prefix[token_row];
+      const int* path = row_path + token_row * MAX_PATH;
+      wait_for_previous_kernel();  // for the queries and this step's cache rows
+      bool queries_come = false;
+      auto copy_queries = [&] {  // a quarter of them
+        // their place is free after the last tile that met the last ones
+        if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
+        const bf16* heads = query + ((size_t)token_row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
+#pragma unroll 4
+        for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
+          copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row, row < rows * TILE_HEADS);
+        queries_come = true;
+      };
+      if (new_row && tile % STAGES != stage) copy_queries();
+      for (int key = first_key; key < end_key; key += TILE, ++tile) {
+        if (tile % STAGES != stage) continue;
+        if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
+        Chunk* chunks = shared->key[stage];
+        u64* filled = &shared->filled[stage][half];
+        if (key + TILE <= min(end_key, prefix)) {  // as it lies in the cache
+          if (lane == 0) {
+            const bf16* source = cache + cache_place(key, 0);
+            mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
+            bulk_copy(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
+                      HALF_CHUNKS * sizeof(Chunk), filled);
+            if (rotary)
+              bulk_copy(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
+          }
+        } else {
+#pragma unroll 4
+          for (int row = lane / 8; row < TILE; row += 4) {
+            const int position = key + row;
+            const bool visible = position < end_key;
+            int slot = 0;
+            if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
+            copy_row(chunks, cache + cache_place(slot, lane % 8 * 8), TILE * TILE, half, rotary, row,
+                     visible);
+          }
+          announce(filled);
+        }
+        if (new_row && key == first_key) copy_queries();
+        if (queries_come) announce(&shared->query_filled[half]);
+        queries_come = false;
+      }
+      if (queries_come) announce(&shared->query_filled[half]);
+    };
+    for_splits_of_block(tokens, row_sequence, row_position, row_prefix, load);
+    wait_for_previous_kernel();  // a kernel ends only after the one before it
+    return;
+  }
+  take_more_registers<224>();
+  if (warp < 4)
+    attend<0>(shared, tokens, row_sequence, row_position, row_prefix, split_values, split_max, split_sum,
+              max_splits);
+  else
+    attend<1>(shared, tokens, row_sequence, row_position, row_prefix, split_values, split_max, split_sum,
+              max_splits);
 }
 }  // namespace mla_attention

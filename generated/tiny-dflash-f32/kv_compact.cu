@@ -7,9 +7,10 @@
 #include "primitives.cuh"
 
 namespace kv_compact {
-constexpr int ROW = 96;
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 96;
+constexpr int ROW = 96;  // a cache row: [c_kv | k_rope]
+__device__ __forceinline__ size_t cache_place(int slot, int column) { return (size_t)slot * ROW + column; }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     kv_compact(const int* step_count, const int* step_begin, const int* accepted_count,
@@ -21,8 +22,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const int root = step_begin[place];
   const int* nodes = accepted_nodes + place * MAX_PATH;
   const size_t slab = (size_t)layer * max_sequences + row_sequence[root];
-  float* base = kv_cache + (slab * context_capacity + row_prefix[root]) * ROW + column;
+  float* sequence = kv_cache + slab * context_capacity * ROW;
+  const int prefix = row_prefix[root];
   for (int j = 1; j < accepted_count[place]; ++j)
-    if (nodes[j] != j) base[(size_t)j * ROW] = base[(size_t)nodes[j] * ROW];
+    if (nodes[j] != j)
+      sequence[cache_place(prefix + j, column)] = sequence[cache_place(prefix + nodes[j], column)];
 }
 }  // namespace kv_compact

@@ -78,28 +78,38 @@ constexpr int ROPE = 32, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
-// Pair i of x, turned by its angle, to out.
-template <class X>
+// Pair i of x, turned by its angle, to out, which has the numbers by their places in the head.
+template <class X, class Out>
 __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
-                                       bf16* out) {
+                                       Out out) {
   const float a = to_float(x[first_of_pair(i)]), b = to_float(x[second_of_pair(i)]);
   out[first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
 
+constexpr int ROW = 96;  // a cache row: [c_kv | k_rope]
+__device__ __forceinline__ size_t cache_place(int slot, int column) { return (size_t)slot * ROW + column; }
+
 constexpr int KV_LORA = 64;
-constexpr int ROW = KV_LORA + ROPE;                 // a cache row: [c_kv | k_rope]
 constexpr int KV_A_STRIDE = 192;                    // a row of the projection's output
 constexpr int KV_A_OFFSET = 96;                     // where [c_kv | k_rope] lies in it
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm's own, not rms_norm_eps
 constexpr int BLOCK = 32, WARPS = BLOCK / 32;
 
+// The numbers of a slot of a sequence's part of the cache, from column `first` on.
+struct CacheRow {
+  bf16* sequence;
+  int slot, first;
+  __device__ __forceinline__ bf16& operator[](int column) const {
+    return sequence[cache_place(slot, first + column)];
+  }
+};
 // The latent c_kv is normalised, k_rope rotated.
 __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
                                                 const float* norm_weight, const float* cos_row,
-                                                const float* sin_row, bf16* cache_row) {
+                                                const float* sin_row, bf16* sequence, int slot) {
   for (int i = threadIdx.x; i < HALF; i += BLOCK)
-    rotate(latent + KV_LORA, cos_row, sin_row, i, cache_row + KV_LORA);
+    rotate(latent + KV_LORA, cos_row, sin_row, i, CacheRow{sequence, slot, KV_LORA});
   float square_sum = 0.0f;
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK) square_sum = fmaf(latent[i], latent[i], square_sum);
   square_sum = warp_sum(square_sum);
@@ -109,8 +119,9 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
   const float scale = 1.0f / sqrtf(square_sum / KV_LORA + EPS);
+  const CacheRow row{sequence, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
-    cache_row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
+    row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
 }
 }  // namespace cache
 static_assert(norm::BLOCK == cache::BLOCK, "one launch for both");
@@ -126,12 +137,14 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
   norm::Vector gain[norm::ROUNDS];
   norm::load_weights(gain, q_a_weight);  // they wait for nobody
   const int token_row = blockIdx.x;
-  size_t angles = 0, slot = 0;
+  size_t angles = 0, sequence = 0;
+  int slot = 0;
   const bool is_there =
       token_row < *num_tokens;  // rows are old: the embedding let no kernel start before they were there
   if (is_there) {
     angles = (size_t)row_position[token_row] * cache::HALF;
-    slot = (size_t)row_sequence[token_row] * context_capacity + row_slot[token_row];
+    sequence = (size_t)row_sequence[token_row] * context_capacity * cache::ROW;
+    slot = row_slot[token_row];
   }
   wait_for_previous_kernel();
   if (!is_there) return;
@@ -143,6 +156,6 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
   }
   const float* latent = q_a_kv_a + (size_t)token_row * cache::KV_A_STRIDE + cache::KV_A_OFFSET;
   cache::write_cache_row(warp_square_sum, latent, kv_a_weight, cos_table + angles, sin_table + angles,
-                         kv_cache + slot * cache::ROW);
+                         kv_cache + sequence, slot);
 }
 }  // namespace rmsnorm_q_a_and_cache

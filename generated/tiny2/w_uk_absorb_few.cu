@@ -24,10 +24,10 @@ constexpr int ROPE = 32, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
-// Pair i of x, turned by its angle, to out.
-template <class X>
+// Pair i of x, turned by its angle, to out, which has the numbers by their places in the head.
+template <class X, class Out>
 __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
-                                       bf16* out) {
+                                       Out out) {
   const float a = to_float(x[first_of_pair(i)]), b = to_float(x[second_of_pair(i)]);
   out[first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);

@@ -285,6 +285,11 @@ class Plan:
         return next((plan for plan in self.special if plan.family == family), replace(self, special=()))
 
     @property
+    def key_tiles(self) -> bool:
+        """Whether the cache lies in tiles (``kdgen.key_tiles``), of which attention on wgmma takes whole ones."""
+        return self.family == "sm_90a"
+
+    @property
     def is_default(self) -> bool:
         return self.compute == self.default_compute
 

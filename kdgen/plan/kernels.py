@@ -82,6 +82,8 @@ def attention_smem(spec: Spec) -> int:
 
 
 WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
+#: Registers of a thread of each of a block's three warpgroups, added up: what three times 128 threads have of an SM's.
+WGMMA_REGISTERS = 3 * 168
 WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
 #: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
 #: rows and splits.
@@ -114,7 +116,7 @@ def wgmma_group(spec: Spec) -> int:
 
 def wgmma_smem(spec: Spec) -> int:
     """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 13 barriers."""
-    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 2 * WGMMA_TILE * 4 + 13 * 8
+    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 128 * (64 + 8) + 4 * WGMMA_TILE * 4 + 18 * 8
 
 
 def attention_splits(spec: Spec, mode: Mode) -> Splits:
@@ -499,8 +501,8 @@ class Catalogue:
         )
         p = params.RopeCache(
             name="rope_cache", heads=s.num_attention_heads, kv_lora=s.kv_lora_rank, rope=s.qk_rope_head_dim, qk_head=s.qk_head_dim,
-            kv_a_stride=self.kv_a_stride, kv_a_offset=s.q_lora_rank or 0, eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=act,
-            block=block, pairing_comment=pairing,
+            row=s.cache_row_dim, kv_a_stride=self.kv_a_stride, kv_a_offset=s.q_lora_rank or 0,
+            eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=act, tiled=self.mode.wgmma, block=block, pairing_comment=pairing,
         )  # fmt: skip
         rope_bytes = 2 * s.num_attention_heads * s.qk_rope_head_dim * self.mode.act_bytes
         cost = Cost(s.kv_lora_rank * 4, s.cache_row_dim * (4 + self.mode.act_bytes) + rope_bytes, 6 * s.cache_row_dim)
@@ -517,10 +519,13 @@ class Catalogue:
         splits = Extent(per_context=split)
         if self.mode.wgmma:
             smem, head_tiles, group = wgmma_smem(s), max(1, heads // WGMMA_TILE), wgmma_group(s)
+            registers = 208 if group == 1 else 224  # with which NVRTC 13.0 spills none, in either role
             p = params.MlaAttentionWgmma(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=group,
                 start_keys=WGMMA_START_KEYS if group > 1 else 0,
-                scale_log2=s.softmax_scale * math.log2(math.e), smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
+                scale_log2=s.softmax_scale * math.log2(math.e), act="bf16", tiled=True,
+                registers=registers, loader_registers=WGMMA_REGISTERS - 2 * registers,
+                smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             # as many blocks as splits would leave some block two of them, for shares are of keys
             blocks = Extent(times=2, per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
@@ -804,7 +809,7 @@ class Catalogue:
     def _kv_compact(self) -> Kernel:
         s = self.spec
         block = block_for(s.cache_row_dim, 128)
-        p = params.KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, self.mode.act, block)
+        p = params.KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, self.mode.act, self.mode.wgmma, block)
         grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
         cost = Cost(0, 2 * s.num_hidden_layers * s.cache_row_dim * self.mode.act_bytes, 0)
         return Kernel("kv_compact", "kv_compact.cu.j2", p, block, grid, 0, cost, "accepted cache rows to their positions")

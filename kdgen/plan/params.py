@@ -108,11 +108,13 @@ class RopeCache:
     kv_lora: int
     rope: int
     qk_head: int
+    row: int
     kv_a_stride: int
     kv_a_offset: int
     eps: float
     interleave: bool
     act: CType
+    tiled: bool  #: the cache lies in tiles (kdgen.key_tiles)
     block: int
     pairing_comment: str
 
@@ -191,6 +193,10 @@ class MlaAttentionWgmma:
     group: int
     start_keys: int
     scale_log2: float
+    act: CType
+    tiled: bool
+    registers: int  #: of a thread that attends
+    loader_registers: int
     smem_comment: str
 
 
@@ -444,6 +450,7 @@ class KvCompact:
     row: int
     max_path: int
     act: CType
+    tiled: bool
     block: int
 
 

@@ -19,6 +19,7 @@ from kdgen.plan.kernels import (
     FEW,
     NORMED,
     ROUTER_BESIDE,
+    WGMMA_TILE,
     Mode,
     attention_splits,
     caches_beside,
@@ -52,7 +53,7 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
     found = [
         state("cos_table", "f32", limits.capacity, half),
         state("sin_table", "f32", limits.capacity, half),
-        state("kv_cache", act, spec.num_hidden_layers, limits.max_sequences, limits.capacity, spec.cache_row_dim),
+        state("kv_cache", act, spec.num_hidden_layers, limits.max_sequences, cache_slots(mode, limits), spec.cache_row_dim),
         state("sequence_length", "i32", sequences),
         state("root_token", "i32", sequences),
         state("temperature", "f32", sequences),
@@ -162,6 +163,11 @@ def max_splits(spec: Spec, mode: Mode, limits: Limits) -> int:
     return attention_splits(spec, mode).count(limits.capacity)
 
 
+def cache_slots(mode: Mode, limits: Limits) -> int:
+    """Slots of a sequence's part of the cache: whole tiles, where it lies in tiles (``Plan.key_tiles``)."""
+    return -(-limits.capacity // WGMMA_TILE) * WGMMA_TILE if mode.wgmma else limits.capacity
+
+
 def attention_rows(spec: Spec, mode: Mode, limits: Limits) -> int:
     """Token rows of one attention launch; a step with more has several, one after another over the same partial values."""
     return min(limits.max_rows, ATTENTION_ROWS[spec.kv_lora_rank]) if mode.wgmma else limits.max_rows
@@ -184,7 +190,7 @@ def programs(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Pro
         found += [
             Program(f"prefill{suffix}", (*prefill, Stage((*_of_logits(choose), _advance("logit_begin"))))),
             Program(f"decode{suffix}", (*decode, Stage((*choose, _advance("step_begin"))))),
-            Program(f"verify{suffix}", (*verify, Stage((*choose, *_commit_launches(limits))))),
+            Program(f"verify{suffix}", (*verify, Stage((*choose, *_commit_launches(mode, limits))))),
         ]
     return (*found, Program("draft_top_k", (Stage(top_k_launches()),)))
 
@@ -298,13 +304,13 @@ def _tree_launches() -> tuple[Launch, ...]:
     return launch("tree_build", *_buffers(f"{drafted} {built}")), launch("tree_rows", *_buffers(f"{step} {built} {rows}"))
 
 
-def _commit_launches(limits: Limits) -> tuple[Launch, ...]:
+def _commit_launches(mode: Mode, limits: Limits) -> tuple[Launch, ...]:
     tree = "step_count step_sequence step_begin tree_size tree_token tree_parent next_token"
     accepted = "accepted_count accepted_nodes accepted_tokens sequence_length root_token"
     compact = "step_count step_begin accepted_count accepted_nodes row_sequence row_prefix kv_cache"
     return (
         launch("tree_accept", *_buffers(f"{tree} {accepted}")),
-        launch("kv_compact", *_buffers(compact), integer(limits.capacity), integer(limits.max_sequences)),
+        launch("kv_compact", *_buffers(compact), integer(cache_slots(mode, limits)), integer(limits.max_sequences)),
     )
 
 
@@ -383,7 +389,7 @@ def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
 
 def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, groups: int) -> tuple[Launch, ...]:
     """From the normalised residual to the one behind attention."""
-    capacity = integer(limits.capacity)
+    capacity = integer(cache_slots(mode, limits))
     if spec.q_lora_rank is None:
         queries: tuple[Launch, ...] = (_linear("q_proj", "hidden", "q"), _linear("kv_a_proj", "hidden", "kv_a", spec.attention_bias))
     else:
@@ -439,7 +445,7 @@ def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> tuple[
     parts = _buffers("split_values split_max split_sum")
     seen = of_group("row_sequence row_position row_prefix row_path query")
     return (
-        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(limits.capacity), splits),
+        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(cache_slots(mode, limits)), splits),
         launch("mla_combine", count, *of_group("row_position"), *parts, *of_group("latent"), splits),
     )
 

@@ -12,7 +12,7 @@ from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
 from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard, written_rows
+from kdgen.verify.bench import Bench, Registry, cache_input, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows
 from kdgen.weights.pack import numpy_dtype
 
 Array = NDArray[Any]
@@ -36,7 +36,7 @@ def check_rope_cache(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     row, half, nope, sequences = p.kv_lora + p.rope, p.rope // 2, p.qk_head - p.rope, 3
     positions = bench.rng.permutation(np.arange(2 * most))[:most].astype(np.int32)
-    capacity = 2 * most + 5
+    capacity = cache_slots(bench, 2 * most + 5)
     slots = bench.rng.permutation(capacity)[:most].astype(np.int32)
     sequence = bench.rng.integers(0, sequences, most).astype(np.int32)
     kv_a = bench.random("f32", most, row)
@@ -56,7 +56,7 @@ def check_rope_cache(bench: Bench) -> None:
         meta = [bench.input(values[rows]) for values in (sequence, positions, slots)]
         tables = [bench.input(table) for table in (weight, q_rows, cos, sin)]
         bench.launch(bench.integer(count), *meta, bench.input(source.reshape(-1)), *tables, cache, query, capacity, tokens=count)
-        written = written_rows(bench, bench.read(cache), sequence[rows], slots[rows])
+        written = written_rows(bench, cache, sequence[rows], slots[rows])
         rotated = split_guard(bench, "query", bench.read(query), count)
         bench.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
         return {"kv_cache": written, "query": rotated[..., p.kv_lora :]}
@@ -214,8 +214,9 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
     meta = [bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes, rows.paths)]
+    cache = cache_input(bench, rows.cache)
     bench.launch(
-        bench.integer(count), *meta, bench.input(rows.query), bench.input(rows.cache), *outputs, rows.cache.shape[1], splits,
+        bench.integer(count), *meta, bench.input(rows.query), cache, *outputs, cache.shape[1], splits,
         tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
     )  # fmt: skip
     live = np.zeros((guard(count), splits), bool)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Pointer
+from kdgen.key_tiles import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import DType, Kernel, Plan
 from kdgen.spec import Spec
 from kdgen.weights.pack import numpy_dtype
@@ -242,8 +243,27 @@ def split_guard(bench: Bench, name: str, values: Array, count: int) -> Array:
     return values[:count]
 
 
-def written_rows(bench: Bench, cache: Array, sequence: Array, slots: Array) -> Array:
-    """The rows at ``slots`` of each ``sequence`` of a cache [sequences, capacity, width], once the others are seen to be untouched."""
+def cache_slots(bench: Bench, slots: int) -> int:
+    """At least ``slots`` slots, as many as a sequence's part of the kernel's cache has."""
+    return -(-slots // TILE) * TILE if bench.plan.key_tiles else slots
+
+
+def cache_input(bench: Bench, rows: Array) -> DeviceArray:
+    """Cache rows [..., slots, width] on the device, as the kernel's cache lies in memory; behind them NaN up to whole tiles."""
+    missing = cache_slots(bench, rows.shape[-2]) - rows.shape[-2]
+    whole = np.concatenate([rows, np.full((*rows.shape[:-2], missing, rows.shape[-1]), np.nan, rows.dtype)], axis=-2)
+    return bench.input(to_tiles(whole) if bench.plan.key_tiles else whole)
+
+
+def read_cache(bench: Bench, cache: DeviceArray) -> Array:
+    """The rows [..., slots, width] of a cache on the device."""
+    rows = bench.read(cache)
+    return from_tiles(rows) if bench.plan.key_tiles else rows
+
+
+def written_rows(bench: Bench, device: DeviceArray, sequence: Array, slots: Array) -> Array:
+    """The rows at ``slots`` of each ``sequence`` of a cache [sequences, slots, width], once the others are seen to be untouched."""
+    cache = read_cache(bench, device)
     written = np.zeros(cache.shape[:2], bool)
     written[sequence, slots] = True
     bench.findings.untouched("kv_cache in other slots", cache[~written])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.attention import drawn_angles
-from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, split_guard, written_rows
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, cache_slots, check_rows, for_template, guard, split_guard, written_rows
 from kdgen.verify.dense import interleaved
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
@@ -62,7 +62,7 @@ def check_norm_and_cache(bench: Bench) -> None:
     norm, p, most, sequences = bench.p.norm, bench.p.cache, max(bench.tokens), 3
     row = p.kv_lora + p.rope
     positions = bench.rng.permutation(2 * most)[:most].astype(np.int32)
-    capacity = 2 * most + 5
+    capacity = cache_slots(bench, 2 * most + 5)
     slots = bench.rng.permutation(capacity)[:most].astype(np.int32)
     sequence = bench.rng.integers(0, sequences, most).astype(np.int32)
     projected = bench.random("f32", most, norm.width + row)
@@ -78,7 +78,7 @@ def check_norm_and_cache(bench: Bench) -> None:
         q_a = bench.poisoned(bench.act, guard(count), norm.width)
         cache = bench.poisoned(bench.act, sequences, capacity, row)
         bench.launch(bench.integer(count), *inputs, q_a, cache, capacity, tokens=count)
-        written = written_rows(bench, bench.read(cache), sequence[rows], slots[rows])
+        written = written_rows(bench, cache, sequence[rows], slots[rows])
         return {"q_a": split_guard(bench, "q_a", bench.read(q_a), count), "kv_cache": written}
 
     q, latent, key = np.split(projected, [norm.width, norm.width + p.kv_lora], axis=1)

@@ -14,7 +14,7 @@ from kdgen.plan.kernels import top_k_part_size, top_k_parts
 from kdgen.reference import ops
 from kdgen.reference import tree as reference
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.bench import Bench, Registry, cache_input, check_rows, for_template, guard, poison, read_cache, split_guard
 
 Array = NDArray[Any]
 
@@ -434,7 +434,7 @@ def check_kv_compact(bench: Bench) -> None:
             accepted = [tree.path(end) for tree, end in zip(trees, ends, strict=True)]
             prefixes = bench.rng.integers(0, capacity - MAX_NODES, len(step))
             cache = bench.random(bench.act, layers, SEQUENCES, capacity, p.row)
-            device = bench.input(cache)
+            device = cache_input(bench, cache)
             meta = [
                 np.array([len(step)]),
                 np.arange(len(step) + 1) * nodes,
@@ -444,10 +444,10 @@ def check_kv_compact(bench: Bench) -> None:
                 np.repeat(prefixes, nodes),
             ]
             inputs = [bench.input(values.astype(np.int32)) for values in meta]
-            bench.launch(*inputs, device, capacity, SEQUENCES, grid={0: layers}, sequences=len(step))
+            bench.launch(*inputs, device, device.shape[-2], SEQUENCES, grid={0: layers}, sequences=len(step))
             expected = cache.copy()
             for sequence, prefix, path in zip(step, prefixes, accepted, strict=True):
                 kept = reference.compact(cache[:, sequence], int(prefix), path)
                 expected[:, sequence, : kept.shape[1]] = kept
-            bench.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", bench.read(device), expected)
+            bench.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", read_cache(bench, device)[..., :capacity, :], expected)
             bench.release()

@@ -1,4 +1,4 @@
-"""wgmma, mbarriers and warps with roles, against NumPy: on an sm_90a GPU for real, on the CPU as their twins claim."""
+"""wgmma, mbarriers, bulk copies and warps with roles, against NumPy: on an sm_90a GPU for real, on the CPU as their twins claim."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
+from kdgen.key_tiles import to_tiles
 
 F32 = npt.NDArray[np.float32]
 
 K = 64
+BULK_SMEM = 2 * 64 * 64 * 2 + 4 * 8
 #: columns, a in registers, b by columns
 SHAPES = tuple(itertools.product((16, 24, 32, 40, 48, 56, 64, 128, 256), (False, True), (False, True)))
 
@@ -99,6 +101,52 @@ extern "C" __global__ void __launch_bounds__(96) pipeline(const u32* in, u32* ou
 """
 
 
+#: A thread brings 64 times 64 rows of 64 numbers, in two pieces, into two slots in turn; a warpgroup adds up their products.
+BULK = """
+struct Shared {
+  bf16 slot[2][64][64];
+  u64 filled[2], read[2];
+};
+extern "C" __global__ void __launch_bounds__(160) bulk(const bf16* in, float* out, int count) {
+  SHARED_DYNAMIC(Shared, shared);
+  if (threadIdx.x < 2) {
+    mbarrier_init(&shared->filled[threadIdx.x], 2);
+    mbarrier_init(&shared->read[threadIdx.x], 4);
+    fence_for_wgmma();
+  }
+  __syncthreads();
+  float d[32];
+  for (int i = 0; i < 32; ++i) d[i] = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    u64* filled = &shared->filled[i % 2];
+    if (threadIdx.x >= 128) {
+      if (i >= 2) mbarrier_wait(&shared->read[i % 2], (i / 2 - 1) & 1);
+      if (threadIdx.x == 131) mbarrier_arrive(filled);
+      if (threadIdx.x == 130) {
+        mbarrier_arrive_expect(filled, sizeof shared->slot[0]);
+        bulk_copy(shared->slot[i % 2], in + i * 64 * 64, 1024, filled);
+        bulk_copy(shared->slot[i % 2][8], in + i * 64 * 64 + 512, sizeof shared->slot[0] - 1024, filled);
+      }
+    } else {
+      mbarrier_wait(filled, (i / 2) & 1);
+      const u64 tile = wgmma_tile(shared->slot[i % 2], 0);
+      wgmma_fence(d);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) wgmma<0>(d, tile + wgmma_offset(step * 32), tile + wgmma_offset(step * 32), true);
+      wgmma_commit();
+      wgmma_wait(d);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->read[i % 2]);
+    }
+  }
+  if (threadIdx.x >= 128) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < 32; ++i)
+    out[(warp * 16 + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
+}
+"""
+
+
 def wgmma_source(columns: int, in_registers: bool, by_columns: bool) -> Source:
     name = f"wgmma_{columns}_{int(in_registers)}_{int(by_columns)}"
     constants = f"constexpr int N = {columns}, BY_COLUMNS = {int(by_columns)}, IN_REGISTERS = {int(in_registers)};"
@@ -112,7 +160,8 @@ def device(request: pytest.FixtureRequest) -> Backend:
     if isinstance(backend, CudaBackend) and backend.arch != "sm_90a":
         pytest.skip(f"{backend.arch} has no wgmma")
     pipeline = Source("pipeline", f'#include "primitives.cuh"\nnamespace pipeline {{{PIPELINE}}}\n', 96, 1056)
-    backend.load([*(wgmma_source(*shape) for shape in SHAPES), pipeline])
+    bulk = Source("bulk", f'#include "primitives.cuh"\nnamespace bulk {{{BULK}}}\n', 160, BULK_SMEM)
+    backend.load([*(wgmma_source(*shape) for shape in SHAPES), pipeline, bulk])
     return backend
 
 
@@ -138,3 +187,14 @@ def test_warps_with_roles(device: Backend) -> None:
         device.launch("pipeline", (1, 1, 1), 96, 1056, [Pointer(device.to_device(values, "i32")), Pointer(out), count])
         expected = values[:count].reshape(count, 2, 2, 32).sum(axis=(0, 2))[::-1].reshape(-1)
         assert (device.to_host(out) == expected).all()
+
+
+def test_bulk_copies(device: Backend) -> None:
+    """Tiles as they lie in memory: each adds its product with its own transpose, in whole numbers."""
+    tiles = np.random.default_rng(0).integers(-8, 9, (64, 64, K)).astype(ml_dtypes.bfloat16)
+    out = device.empty((64, 64), "f32")
+    for count in (1, 2, 3, 64):
+        given = device.to_device(to_tiles(tiles[:count].reshape(-1, K)), "bf16")
+        device.launch("bulk", (1, 1, 1), 160, BULK_SMEM, [Pointer(given), Pointer(out), count])
+        each = tiles[:count].astype(np.float32)
+        assert (device.to_host(out) == (each @ each.transpose(0, 2, 1)).sum(axis=0)).all()

@@ -605,6 +605,50 @@ CLEAN |= {
 }
 
 
+# A thread has 64 numbers brought for an mbarrier that all wait for.
+BULK_COPY = """
+  SHARED_ARRAY(u64, b, [2]);
+  SHARED_ARRAY(u32, s, [64]);
+  if (t == 0) {{
+    mbarrier_init(b, 1);
+    {fence}
+  }}
+  __syncthreads();{before}
+  if (t == 40) {{
+    mbarrier_arrive_expect(b, {expected});
+    bulk_copy(s, in, {bytes}, b);{called}
+  }}
+  {wait}out[t] = (int)s[t];{read}
+"""
+BULK_PARTS = {
+    "fence": "fence_for_wgmma();", "before": "", "expected": "256", "bytes": "256", "called": "", "wait": "mbarrier_wait(b, 0);\n  ",
+    "read": "",
+}  # fmt: skip
+
+
+def bulk_copy(says: str = "", **parts: str) -> Case:
+    return Case(BULK_COPY.format(**(BULK_PARTS | parts)), says)
+
+
+BUGS |= {
+    "bulk_copy_not_waited_for": bulk_copy("unwaited copy|race|uninitialised", called="  // BUG", wait="", read="  // BUG"),
+    "bulk_copy_that_nobody_waits_for": bulk_copy("unwaited copy: the block has ended", called="  // BUG", wait="// "),
+    "bulk_copy_after_a_read": bulk_copy("race", before="\n  s[t] = t;  // BUG", called="  // BUG"),
+    "bulk_copy_and_a_read_without_the_wait": bulk_copy(
+        "unwaited copy|race|uninitialised", called="  // BUG", wait="if (t < 32) mbarrier_wait(b, 0);\n  ", read="  // BUG"
+    ),
+    "bulk_copy_of_fewer_bytes": bulk_copy("no thread can go on", bytes="240", wait="mbarrier_wait(b, 0);  // BUG\n  "),
+    "bulk_copy_of_odd_bytes": bulk_copy("multiples of 16", bytes="248", called="  // BUG"),
+    "bulk_copy_beyond_its_source": bulk_copy("out of bounds", bytes="272", expected="272", called="  // BUG"),
+    "bulk_copy_with_an_unfenced_mbarrier": bulk_copy("unfenced", fence="", called="  // BUG"),
+    "mbarrier_arrivals_before_the_last_copies": bulk_copy("are all there", called="\n    mbarrier_arrive(b);  // BUG"),
+}
+CLEAN |= {
+    "bulk_copy_waited_for": bulk_copy(),
+    "bulk_copy_of_two_pieces": bulk_copy(bytes="64", called="\n    bulk_copy(s + 16, in + 16, 192, b);"),
+}
+
+
 def source(name: str, case: Case) -> Source:
     text = f"""#include "primitives.cuh"
 namespace {name} {{

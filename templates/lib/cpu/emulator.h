@@ -69,6 +69,8 @@ EMU_API void emu_wgmma_wait(int line);
 EMU_API void emu_fence_for_wgmma();
 EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line);
 EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line);
+EMU_API void emu_mbarrier_arrive_expect(uint64_t* barrier, int bytes, int line);
+EMU_API void emu_bulk_copy(void* dst, const void* src, int bytes, uint64_t* barrier, int line);
 EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line);
 EMU_API void emu_barrier_of_warps(int id, int threads, int line);
 EMU_API void emu_fence();

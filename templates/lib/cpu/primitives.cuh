@@ -158,6 +158,9 @@ static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
 // ---- warps with roles -----------------------------------------------------
 static inline void mbarrier_init(u64* barrier, int count, EMU_HERE) { emu_mbarrier_init(reinterpret_cast<uint64_t*>(barrier), count, line); }
 static inline void mbarrier_arrive(u64* barrier, EMU_HERE) { emu_mbarrier_arrive(reinterpret_cast<uint64_t*>(barrier), line); }
+static inline void mbarrier_arrive_expect(u64* barrier, int bytes, EMU_HERE) {
+  emu_mbarrier_arrive_expect(reinterpret_cast<uint64_t*>(barrier), bytes, line);
+}
 static inline void mbarrier_wait(u64* barrier, int parity, EMU_HERE) {
   emu_mbarrier_wait(reinterpret_cast<uint64_t*>(barrier), parity, line);
 }
@@ -172,6 +175,9 @@ static inline void cp_async_16(void* dst, const void* src, bool valid, EMU_HERE)
 static inline void cp_async_commit() { emu_copy_commit(); }
 template <int N>
 static inline void cp_async_wait() { emu_copy_wait(N); }
+static inline void bulk_copy(void* dst, const void* src, int bytes, u64* barrier, EMU_HERE) {
+  emu_bulk_copy(dst, src, bytes, reinterpret_cast<uint64_t*>(barrier), line);
+}
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
 static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }

@@ -221,6 +221,10 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, int parity) {
         : "memory");
   } while (!done);
 }
+// an arrival that also makes the next completion wait for so many bytes of bulk copies
+__device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
 // a barrier of `threads` of the block, whole warps; ids 1 .. 15
 __device__ __forceinline__ void barrier_of_warps(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -240,6 +244,13 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 // waits until at most N of this thread's committed groups are unfinished
 template <int N>
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// `bytes`, a multiple of 16, global to shared, asynchronously, for all of the block: an mbarrier that expects them completes when they are
+// there, for wgmma too. Its initialisation has been made known by fence_for_wgmma before.
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, int bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst)),
+               "l"(src), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
 // Weights are read once a step: keep them out of L1. Not volatile: the compiler may move these ahead of arithmetic.
 __device__ __forceinline__ uint4 load_stream_16(const void* p) {
   uint4 v;

@@ -1,4 +1,5 @@
-// Barriers of some of a block's threads: mbarriers, whose state is their 8 bytes of shared memory, and barriers of warps by number.
+// Barriers of some of a block's threads: mbarriers, whose state is their 8 bytes of shared memory, and barriers of warps by number; and
+// the bulk copies that mbarriers count.
 #pragma once
 #include "copies.h"
 
@@ -30,12 +31,13 @@ static void complete(Worker* w, const void* event) {
 }
 
 struct Mbarrier {
-  uint16_t mark;  // MBARRIER once it is one; poison is none
-  uint16_t phase;
-  uint16_t count, arrived;
+  uint64_t mark : 16;  // MBARRIER once it is one; poison is none
+  uint64_t phase : 1, count : 11, arrived : 11;
+  int64_t pending : 25;  // bytes of bulk copies that the next completion still waits for
 };
 static_assert(sizeof(Mbarrier) == sizeof(uint64_t), "it lives in the kernel's u64");
 static const uint16_t MBARRIER = 0xba44;
+static const int MOST_PENDING = (1 << 20) - 1;  // what hardware counts to
 
 static Mbarrier* find_mbarrier(Worker* w, Lane* me, uint64_t* barrier, bool init, int line, const char* what) {
   const uintptr_t p = reinterpret_cast<uintptr_t>(barrier);
@@ -50,23 +52,76 @@ EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
   if (count < 1 || count > static_cast<int>(MAX_THREADS)) fail(w, {me, at_line(line)}, "mbarrier_init: a count of %d", count);
-  *find_mbarrier(w, me, barrier, true, line, "mbarrier_init") = {MBARRIER, 0, static_cast<uint16_t>(count), 0};
+  *find_mbarrier(w, me, barrier, true, line, "mbarrier_init") = {MBARRIER, 0, static_cast<uint64_t>(count), 0, 0};
+  if (w->launch->flags & CHECK) check_mbarrier_made(w, me, barrier);
 }
-EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line) {
-  Worker* w = current();
-  Lane* me = current_lane(w);
-  Mbarrier* b = find_mbarrier(w, me, barrier, false, line, "mbarrier_arrive");
-  if (w->launch->flags & CHECK) check_arrived(w, me, barrier);
-  if (++b->arrived < b->count) return;
+// Completes where all that it waits for has come, or wakes those who bring it (emu_mbarrier_wait).
+static void try_complete(Worker* w, Mbarrier* b, const uint64_t* barrier) {
+  if (b->arrived < b->count) return;
+  if (b->pending) return wake(w, barrier);
   b->arrived = 0;
   ++b->phase;
   complete(w, barrier);
+}
+static void arrive(Worker* w, Lane* me, uint64_t* barrier, int bytes, int line, const char* what) {
+  Mbarrier* b = find_mbarrier(w, me, barrier, false, line, what);
+  if (w->launch->flags & CHECK) check_arrived(w, me, barrier);
+  if (bytes < 0 || b->pending + bytes > MOST_PENDING) fail(w, {me, at_line(line)}, "%s: %d bytes; an mbarrier counts to %d", what, bytes, MOST_PENDING);
+  if (b->arrived == b->count) fail(w, {me, at_line(line)}, "%s: the arrivals are all there, and copies that they expect are not", what);
+  b->pending += bytes;
+  ++b->arrived;
+  try_complete(w, b, barrier);
+}
+EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line) {
+  Worker* w = current();
+  arrive(w, current_lane(w), barrier, 0, line, "mbarrier_arrive");
+}
+EMU_API void emu_mbarrier_arrive_expect(uint64_t* barrier, int bytes, int line) {
+  Worker* w = current();
+  arrive(w, current_lane(w), barrier, bytes, line, "mbarrier_arrive_expect");
+}
+
+// ---- bulk copies ----------------------------------------------------------
+static void perform(Worker* w, const BulkCopy& copy) {
+  memcpy(copy.dst, copy.src, copy.bytes);
+  if (w->launch->flags & CHECK) check_bulk_copy_finished(w, copy);
+  Mbarrier* b = reinterpret_cast<Mbarrier*>(copy.barrier);
+  b->pending -= copy.bytes;
+  try_complete(w, b, copy.barrier);
+}
+EMU_API void emu_bulk_copy(void* dst, const void* src, int bytes, uint64_t* barrier, int line) {
+  Worker* w = current();
+  Lane* me = current_lane(w);
+  find_mbarrier(w, me, barrier, false, line, "bulk_copy");
+  if (bytes < 16 || bytes > MOST_PENDING || ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src) | static_cast<unsigned>(bytes)) & 15))
+    fail(w, {me, at_line(line)}, "bulk_copy: addresses and bytes are multiples of 16, and these are %d bytes", bytes);
+  if (reinterpret_cast<uintptr_t>(dst) - reinterpret_cast<uintptr_t>(w->arena) >= ARENA)
+    fail(w, {me, at_line(line)}, "bulk_copy: the destination is not in shared memory");
+  const BulkCopy copy{static_cast<char*>(dst), static_cast<const char*>(src), static_cast<unsigned>(bytes), barrier, me, line};
+  if (w->launch->flags & CHECK) check_bulk_copy_started(w, copy);
+  if (!(w->launch->flags & LATE_COPIES)) return perform(w, copy);
+  memset(dst, POISON, copy.bytes);
+  w->bulk_copies.push_back(copy);
+  wake(w, barrier);
+}
+// As late as can be: once somebody waits for a barrier that waits for its copies alone. False: there are none.
+static bool perform_copies_of(Worker* w, const uint64_t* barrier) {
+  const Mbarrier* b = reinterpret_cast<const Mbarrier*>(barrier);
+  if (b->arrived < b->count) return false;
+  for (size_t i = 0; i < w->bulk_copies.size(); ++i) {
+    const BulkCopy copy = w->bulk_copies[i];
+    if (copy.barrier != barrier) continue;
+    w->bulk_copies.erase(w->bulk_copies.begin() + static_cast<ptrdiff_t>(i));
+    perform(w, copy);
+    return true;
+  }
+  return false;
 }
 EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
   while ((find_mbarrier(w, me, barrier, false, line, "mbarrier_wait")->phase & 1) == (parity & 1))
-    wait_for_event(w, me, barrier, line, "mbarrier_wait");
+    if (!perform_copies_of(w, barrier)) wait_for_event(w, me, barrier, line, "mbarrier_wait");
   if (w->launch->flags & CHECK) check_waited(w, me, barrier);
 }
 

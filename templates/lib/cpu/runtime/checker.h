@@ -159,7 +159,7 @@ static void check_shared(Worker* w, const Access& a) {
     }
     if (written && cell.state == IN_FLIGHT)
       fail(w, {a.lane, a.where, cell.write_where},
-           "unwaited copy: %u-byte %s of shared memory that a cp_async_16 of thread %u ({other}) is still to fill", a.bytes,
+           "unwaited copy: %u-byte %s of shared memory that a copy of thread %u ({other}) is still to fill", a.bytes,
            a.kind(), cell.writer);
     if (!written && (!a.write || a.is_atomic))
       fail(w, blame, "uninitialised: %u-byte %s of %s shared memory that nobody has written (byte %zu)", a.bytes, a.kind(),
@@ -250,6 +250,29 @@ static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
   });
 }
 
+// A bulk copy is its thread's access as long as it lasts. Then it is a write that only those know of who wait for its barrier.
+static void check_bulk_copy_started(Worker* w, const BulkCopy& copy) {
+  const Where where = at_line(copy.line);
+  const Handover& handover = w->handovers[copy.barrier];
+  if (w->lanes[handover.maker].wgmma_fence_tick <= handover.made_tick)
+    fail(w, {copy.lane, where}, "unfenced: bulk_copy with an mbarrier after whose initialisation there was no fence_for_wgmma");
+  for (unsigned at = 0; at < copy.bytes; at += 16) {
+    check_access(w, copy.lane, reinterpret_cast<uintptr_t>(copy.src) + at, 16, false, where);
+    check_access(w, copy.lane, reinterpret_cast<uintptr_t>(copy.dst) + at, 16, true, where);
+    check_copy_started(w, copy.lane, {copy.dst + at, copy.src + at, copy.line});
+  }
+}
+static void check_bulk_copy_finished(Worker* w, const BulkCopy& copy) {
+  for (unsigned at = 0; at < copy.bytes; at += 16) {
+    const Copy part{copy.dst + at, copy.src + at, copy.line};
+    check_copy_finished(w, copy.lane, part);
+    for_cells(w, part, [](Cell& cell) { cell.state = BULK; });
+  }
+  std::vector<uint32_t>& arriving = w->handovers[copy.barrier].arriving;
+  arriving.resize(w->threads);
+  arriving[copy.lane->linear] = next_tick();
+}
+
 // ---- mbarriers, barriers of warps and wgmma -------------------------------
 static void know(Worker* w, std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
   into.resize(w->threads);
@@ -257,6 +280,11 @@ static void know(Worker* w, std::vector<uint32_t>& into, const std::vector<uint3
 }
 static void check_mbarrier(Worker* w, Lane* lane, const uint64_t* barrier, bool init, Where where) {
   check(w, {lane, reinterpret_cast<uintptr_t>(barrier), 8, true, !init, where});
+}
+static void check_mbarrier_made(Worker* w, const Lane* lane, const uint64_t* barrier) {
+  Handover& handover = w->handovers[barrier];
+  handover.maker = lane->linear;
+  handover.made_tick = next_tick();
 }
 // A __syncwarp hands on what its lanes know.
 static void check_warp_synced(Warp* warp, unsigned mask) {
@@ -289,7 +317,7 @@ static void check_wgmma_read(Worker* w, Lane* lane, const char* p, Where where) 
   const size_t offset = static_cast<size_t>(p - w->arena);
   for (size_t at = offset; at < offset + 16; at += shadow.piece) {
     const Cell& cell = shadow.cells[at / shadow.piece];
-    if (cell.write_tick >= w->lanes[cell.writer].wgmma_fence_tick)
+    if (cell.state != BULK && cell.write_tick >= w->lanes[cell.writer].wgmma_fence_tick)
       fail(w, {lane, where, cell.write_where},
            "unfenced: wgmma reads shared memory that thread %u wrote ({other}) with no fence_for_wgmma after it", cell.writer);
   }

@@ -19,7 +19,7 @@ struct Cell {
   uint8_t state;  // CellState
   uint8_t unused;
 };
-enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT };
+enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT, BULK };  // BULK: a write that wgmma sees without a fence
 
 // The cells of a stretch of memory, one a piece. Pieces begin as 16 bytes and are cut smaller at the first access that is not
 // a whole number of them: exact, since all accesses before touched whole pieces, and far cheaper than a cell a byte.

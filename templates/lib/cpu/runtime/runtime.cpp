@@ -139,6 +139,7 @@ static bool run_block(Worker* w, unsigned index) {
   w->free_stacks.clear();
   w->arrays.clear();
   for (NamedBarrier& barrier : w->named_barriers) barrier = NamedBarrier{};
+  w->bulk_copies.clear();
   w->arena_used = RED_ZONE;
   memset(w->dynamic_shared, POISON, launch->shared_bytes);
   w->ready_warps = w->warp_count == 32 ? ~0u : (1u << w->warp_count) - 1;

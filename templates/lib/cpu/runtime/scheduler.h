@@ -260,6 +260,9 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
          "divergence: this thread has ended while others of its block wait at this __syncthreads");
   Lane* next = next_lane(w, me);
   if (!next && w->alive) fail_stuck(w);
+  if (!next && !w->bulk_copies.empty())
+    fail(w, {w->bulk_copies.front().lane, at_line(w->bulk_copies.front().line)},
+         "unwaited copy: the block has ended with %zu bulk copies that nobody waited for", w->bulk_copies.size());
   return next;
 }
 static void fiber_main() {

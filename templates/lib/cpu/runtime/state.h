@@ -59,6 +59,15 @@ struct CopyQueue {
   unsigned open = 0;             // copies since the last commit
 };
 
+struct BulkCopy {  // by one thread for all; an mbarrier counts its bytes
+  char* dst;
+  const char* src;
+  unsigned bytes;
+  uint64_t* barrier;
+  struct Lane* lane;
+  int line;
+};
+
 struct Wgmma {  // one of a warp, from its call to its wait
   EmuWgmma lanes[32];
   int line;
@@ -117,6 +126,9 @@ struct NamedBarrier {
 // What arrivals at an mbarrier or a barrier of warps hand on: to those that wait for the next completion, and for the last one.
 struct Handover {
   std::vector<uint32_t> arriving, completed;
+  // of an mbarrier: by whom it was initialised, and when
+  unsigned maker = 0;
+  uint32_t made_tick = 0;
 };
 
 struct Worker : EmuContext {
@@ -139,6 +151,7 @@ struct Worker : EmuContext {
   std::vector<SharedArray> arrays;
   CopyQueue queues[MAX_THREADS];
   NamedBarrier named_barriers[16];
+  std::vector<BulkCopy> bulk_copies;  // that are still to be performed
   WgmmaOperands wgmma_operands;
   std::map<const void*, Handover> handovers;  // checker
   // checker: ticks count synchronisations
@@ -172,8 +185,11 @@ __attribute__((noreturn, format(printf, 3, 4))) static void fail(Worker* w, cons
 static void check_access(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, bool write, Where where);
 static void check_copy_started(Worker* w, Lane* lane, const Copy& copy);
 static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy);
+static void check_bulk_copy_started(Worker* w, const BulkCopy& copy);
+static void check_bulk_copy_finished(Worker* w, const BulkCopy& copy);
 static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Where where);
 static void check_mbarrier(Worker* w, Lane* lane, const uint64_t* barrier, bool init, Where where);
+static void check_mbarrier_made(Worker* w, const Lane* lane, const uint64_t* barrier);
 static void check_warp_synced(Warp* warp, unsigned mask);
 static void check_arrived(Worker* w, Lane* lane, const void* event);
 static void check_completed(Worker* w, const void* event);
