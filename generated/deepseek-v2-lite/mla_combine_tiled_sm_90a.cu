@@ -11,12 +11,11 @@ constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
 constexpr int TILE = 16;  // heads whose values lie together
 constexpr int PIECES = KV_LORA / 8, COLUMN_GROUPS = KV_LORA / 32;
-constexpr int WARPS = 8;  // a group of columns each
+constexpr int WARPS = 8;  // a group of columns each at a time
 constexpr int BLOCK = WARPS * 32;
-constexpr int PARTS = COLUMN_GROUPS / WARPS;  // blocks of the same heads
 constexpr int CLASSES = 4;
 constexpr int CHUNK = 32;  // splits whose weights a warp makes at a time
-constexpr int BATCH = 16;  // splits whose values are on their way together
+constexpr int BATCH = 4;   // splits whose values are on their way together
 static_assert(CHUNK % BATCH == 0 && BATCH % CLASSES == 0,
               "a split's class follows from its place in a batch");
 
@@ -27,83 +26,88 @@ __device__ __forceinline__ int split_of(int position) {
   return position / 128;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     mla_combine_tiled(const int* num_tokens, const int* row_position, const bf16* split_values,
                       const float* split_max, const float* split_sum, bf16* output, int max_splits) {
   allow_next_kernel();
   SHARED_ARRAY(float, weights, [8][CHUNK + 1]);
   SHARED_ARRAY(float, totals, [8]);
-  const int token_row = blockIdx.y, first_head = blockIdx.x / PARTS * 8;
+  const int token_row = blockIdx.y, first_head = blockIdx.x * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // rows are old: the embedding let no kernel start before they were there
   const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
   wait_for_previous_kernel();
   if (splits == 0) return;
-  const int group = blockIdx.x % PARTS * WARPS + warp;
-  const uint4* values =
-      reinterpret_cast<const uint4*>(split_values) + (group * (TILE / 8) + first_head % TILE / 8) * 32 + lane;
   uint4 part[BATCH];
-  auto load_parts = [&](int first) {
+  auto load_parts = [&](int group, int first) {
+    const uint4* values = reinterpret_cast<const uint4*>(split_values) +
+                          (group * (TILE / 8) + first_head % TILE / 8) * 32 + lane;
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const size_t tile = ((size_t)token_row * max_splits + first + i) * (HEADS / TILE) + first_head / TILE;
       part[i] = first + i < splits ? values[tile * TILE * PIECES] : make_uint4(0, 0, 0, 0);
     }
   };
-  load_parts(0);
+  load_parts(warp, 0);
 
   // the weights of a chunk's splits, and the sum of all so far: each warp's of some heads
   auto weigh = [&](int chunk) {
 #pragma unroll
     for (int head = warp; head < 8; head += WARPS) {
       const size_t first = ((size_t)token_row * HEADS + first_head + head) * max_splits;
-      float largest = negative_infinity();
-      for (int split = lane; split < splits; split += 32) largest = fmaxf(largest, split_max[first + split]);
-      largest = warp_max(largest);
-      float weight = 0.0f, weighted_sum = 0.0f;
-      if (chunk + lane < splits) {
-        weight = exp2_or_zero(split_max[first + chunk + lane] - largest);
-        weighted_sum = weight * split_sum[first + chunk + lane];
-      }
+      float mine = negative_infinity(), sum = 0.0f;  // on their way together
+      if (chunk + lane < splits)
+        mine = split_max[first + chunk + lane], sum = split_sum[first + chunk + lane];
+      float largest = mine;
+      for (int split = lane; split < splits; split += 32)
+        if (split != chunk + lane) largest = fmaxf(largest, split_max[first + split]);
+      const float weight = exp2_or_zero(mine - warp_max(largest));
       weights[head][lane] = weight;
-      const float sum = warp_sum(weighted_sum);
+      sum = warp_sum(weight * sum);
       if (lane == 0) totals[head] = chunk == 0 ? sum : totals[head] + sum;
     }
   };
-  float value[CLASSES][8];
+  int weighed = -1;  // the chunk whose weights there are
+  for (int group = warp; group < COLUMN_GROUPS; group += WARPS) {
+    if (group > warp) load_parts(group, 0);
+    float value[CLASSES][8];
 #pragma unroll
-  for (int i = 0; i < CLASSES * 8; ++i) value[i / 8][i % 8] = 0.0f;
-  for (int chunk = 0; chunk < splits; chunk += CHUNK) {
-    if (chunk > 0) __syncthreads();  // the last weights were used
-    weigh(chunk);
-    __syncthreads();
-    for (int batch = 0; batch < CHUNK && chunk + batch < splits; batch += BATCH) {
-      if (chunk + batch > 0) load_parts(chunk + batch);
+    for (int i = 0; i < CLASSES * 8; ++i) value[i / 8][i % 8] = 0.0f;
+    for (int chunk = 0; chunk < splits; chunk += CHUNK) {
+      if (chunk != weighed) {
+        if (weighed >= 0) __syncthreads();  // the last weights were used
+        weigh(chunk);
+        __syncthreads();
+        weighed = chunk;
+      }
+      for (int batch = 0; batch < CHUNK && chunk + batch < splits; batch += BATCH) {
+        if (chunk + batch > 0) load_parts(group, chunk + batch);
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const float mine = weights[lane / 4][batch + i];
-        const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+        for (int i = 0; i < BATCH; ++i) {
+          const float mine = weights[lane / 4][batch + i];
+          const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          value[i % CLASSES][2 * w] = fmaf(mine, bf16x2_lo(words[w]), value[i % CLASSES][2 * w]);
-          value[i % CLASSES][2 * w + 1] = fmaf(mine, bf16x2_hi(words[w]), value[i % CLASSES][2 * w + 1]);
+          for (int w = 0; w < 4; ++w) {
+            value[i % CLASSES][2 * w] = fmaf(mine, bf16x2_lo(words[w]), value[i % CLASSES][2 * w]);
+            value[i % CLASSES][2 * w + 1] = fmaf(mine, bf16x2_hi(words[w]), value[i % CLASSES][2 * w + 1]);
+          }
         }
       }
     }
-  }
-  const float total = totals[lane / 4];
-  u32* out = reinterpret_cast<u32*>(output + ((size_t)token_row * HEADS + first_head + lane / 4) * KV_LORA +
-                                    group * 32) +
-             lane % 4;
+    const float total = totals[lane / 4];
+    u32* out = reinterpret_cast<u32*>(output + ((size_t)token_row * HEADS + first_head + lane / 4) * KV_LORA +
+                                      group * 32) +
+               lane % 4;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {  // 2 columns of each 8
-    float low = 0.0f, high = 0.0f;
+    for (int w = 0; w < 4; ++w) {  // 2 columns of each 8
+      float low = 0.0f, high = 0.0f;
 #pragma unroll
-    for (int c = 0; c < CLASSES; ++c) {
-      low += value[c][2 * w];
-      high += value[c][2 * w + 1];
+      for (int c = 0; c < CLASSES; ++c) {
+        low += value[c][2 * w];
+        high += value[c][2 * w + 1];
+      }
+      out[w * 4] = pack_bf16x2(low / total, high / total);
     }
-    out[w * 4] = pack_bf16x2(low / total, high / total);
   }
 }
 }  // namespace mla_combine_tiled

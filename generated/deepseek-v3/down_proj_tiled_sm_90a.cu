@@ -20,7 +20,9 @@ constexpr int SLOTS = 4;  // stages of inputs in shared memory
 constexpr int TOKENS = 128, WARPS = 16, BLOCK = WARPS * 32;
 constexpr int PIECES = STAGE_STEPS * 2;                       // of 8 inputs, in a token's stage
 constexpr int LOADS = (TOKENS * PIECES + BLOCK - 1) / BLOCK;  // pieces of a stage that a thread brings
+constexpr int TILE_OUTPUTS = 16, OUTPUTS = ROWS;
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
+static_assert(SLOTS == 4 || SLOTS >= STAGES, "no slot is filled while it is read");
 
 // 196640 bytes, of the 227 KiB that sm_90a has
 struct Shared {
@@ -85,10 +87,10 @@ __device__ __forceinline__ void store_tile(const float (&total)[TOKENS / 2], int
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; ++i) {
     const int m = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const int n = row_tile * 16 + lane / 4 + i / 2 % 2 * 8;
-    if (m >= count || n >= ROWS) continue;
-    float* out = y + (size_t)m * Y_STRIDE + n;
     const float value = total[i];
+    const int n = row_tile * 16 + lane / 4 + i / 2 % 2 * 8;
+    if (m >= count || n >= OUTPUTS) continue;
+    float* out = y + (size_t)m * Y_STRIDE + n;
     *out += value;
   }
 }
@@ -108,14 +110,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (count <= 0 || (int)blockIdx.y * WARPS >= row_tiles) return;
   Inputs inputs{x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE, count, {}};
   inputs.load(0);
-  inputs.store(shared, 0);
-  if (STAGES > 1) inputs.load(1);
+  uint4 next[STAGE_STEPS];  // fragments of the stage to come
   // warps behind the last tile help those of their warpgroup with a copy of it
   const uint4* fragments =
       weight + ((size_t)batch * ROW_TILES + min(row_tile, row_tiles - 1)) * STEPS * 32 + lane;
-  uint4 next[STAGE_STEPS];
+  auto load_fragments = [&]() {
 #pragma unroll
-  for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+    for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+    fragments += STAGE_STEPS * 32;
+  };
+  load_fragments();
+  inputs.store(shared, 0);
+  if (STAGES > 1) inputs.load(1);
 
   float sum[TOKENS / 2];
   int stage = 0;
@@ -134,11 +140,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       for (int s = 0; s < STAGE_STEPS; ++s)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
       // Before the first wgmma, so that a still needs registers of its own: until the wait nothing may come to those.
-      if (stage + 1 < STAGES) {
-        fragments += STAGE_STEPS * 32;
-#pragma unroll
-        for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
-      }
+      if (stage + 1 < STAGES) load_fragments();
       const u64 tokens = wgmma_tile(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
 #pragma unroll

@@ -16,13 +16,15 @@ constexpr int Y_STRIDE = 73728, Y_BATCH_STRIDE = 576;
 constexpr int RANGES = 2;       // of inputs, with a sum each: the warps of w_uk_absorb
 constexpr int STAGE_STEPS = 4;  // MMA steps of a stage
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
-constexpr int SLOTS = 4;  // stages of inputs in shared memory
-constexpr int TOKENS = 128, WARPS = 16, BLOCK = WARPS * 32;
+constexpr int SLOTS = 2;  // stages of inputs in shared memory
+constexpr int TOKENS = 64, WARPS = 8, BLOCK = WARPS * 32;
 constexpr int PIECES = STAGE_STEPS * 2;                       // of 8 inputs, in a token's stage
 constexpr int LOADS = (TOKENS * PIECES + BLOCK - 1) / BLOCK;  // pieces of a stage that a thread brings
+constexpr int TILE_OUTPUTS = 16, OUTPUTS = ROWS;
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
+static_assert(SLOTS == 4 || SLOTS >= STAGES, "no slot is filled while it is read");
 
-// 196640 bytes, of the 227 KiB that sm_90a has
+// 49168 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   bf16 x[SLOTS][TOKENS][64];
   float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far
@@ -77,23 +79,42 @@ __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[
   }
 }
 
+// Output n of the block's, for its token m, on the way through where inputs were. The tokens of a fragment's quarter
+// are in different banks, and what goes to memory at once lies together.
+__device__ __forceinline__ bf16* staged(Shared* shared, int m, int n) {
+  return &shared->x[0][0][0] + m * (WARPS * TILE_OUTPUTS) + (n / 8 ^ m / 2 % 8) * 8 + n % 8;
+}
+static_assert(WARPS * TILE_OUTPUTS <= SLOTS * 64 && WARPS * TILE_OUTPUTS % 64 == 0,
+              "whole swizzles, in what there is");
+
+struct alignas(2 * 8) Piece {
+  bf16 values[8];  // that go to memory at once
+};
+
+// `count` tokens' outputs up to `end` of the layer's, of which the block's begin at `first`.
+__device__ __forceinline__ void copy_out(Shared* shared, int first, int end, int count, bf16* y) {
+  constexpr int TOKEN_PIECES = WARPS * TILE_OUTPUTS / 8;
+  for (int o = threadIdx.x; o < count * TOKEN_PIECES; o += BLOCK) {
+    const int m = o / TOKEN_PIECES, n = o % TOKEN_PIECES * 8;
+    if (first + n >= end) continue;
+    *reinterpret_cast<Piece*>(y + (size_t)m * Y_STRIDE + first + n) =
+        *reinterpret_cast<const Piece*>(staged(shared, m, n));
+  }
+}
+
 // A row tile. Element i of a lane's fragments: row lane / 4 + i / 2 % 2 * 8 of the tile,
 // token i / 4 * 8 + lane % 4 * 2 + i % 2.
-__device__ __forceinline__ void store_tile(const float (&total)[TOKENS / 2], int row_tile, int count,
-                                           bf16* y) {
+__device__ __forceinline__ void stage_tile(const float (&total)[TOKENS / 2], Shared* shared) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; ++i) {
     const int m = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const int n = row_tile * 16 + lane / 4 + i / 2 % 2 * 8;
-    if (m >= count || n >= ROWS) continue;
-    bf16* out = y + (size_t)m * Y_STRIDE + n;
     const float value = total[i];
-    *out = from_float<bf16>(value);
+    *staged(shared, m, threadIdx.x / 32 * TILE_OUTPUTS + i / 2 % 2 * 8 + lane / 4) = from_float<bf16>(value);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     w_uk_absorb_tiled(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y,
                       int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
@@ -108,14 +129,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (count <= 0 || (int)blockIdx.y * WARPS >= row_tiles) return;
   Inputs inputs{x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE, count, {}};
   inputs.load(0);
-  inputs.store(shared, 0);
-  if (STAGES > 1) inputs.load(1);
+  uint4 next[STAGE_STEPS];  // fragments of the stage to come
   // warps behind the last tile help those of their warpgroup with a copy of it
   const uint4* fragments =
       weight + ((size_t)batch * ROW_TILES + min(row_tile, row_tiles - 1)) * STEPS * 32 + lane;
-  uint4 next[STAGE_STEPS];
+  auto load_fragments = [&]() {
 #pragma unroll
-  for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+    for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+    fragments += STAGE_STEPS * 32;
+  };
+  load_fragments();
+  inputs.store(shared, 0);
+  if (STAGES > 1) inputs.load(1);
 
   float sum[TOKENS / 2];
   int stage = 0;
@@ -134,11 +159,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       for (int s = 0; s < STAGE_STEPS; ++s)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
       // Before the first wgmma, so that a still needs registers of its own: until the wait nothing may come to those.
-      if (stage + 1 < STAGES) {
-        fragments += STAGE_STEPS * 32;
-#pragma unroll
-        for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
-      }
+      if (stage + 1 < STAGES) load_fragments();
       const u64 tokens = wgmma_tile(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
 #pragma unroll
@@ -150,6 +171,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     add_range(sum, shared->total, range);
   }
   y += (size_t)first_token * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE;
-  if (row_tile < row_tiles) store_tile(sum, row_tile, count, y);
+  __syncthreads();  // the last inputs were read
+  stage_tile(sum, shared);
+  __syncthreads();
+  copy_out(shared, blockIdx.y * WARPS * TILE_OUTPUTS, min(OUTPUTS, row_tiles * TILE_OUTPUTS), count, y);
 }
 }  // namespace w_uk_absorb_tiled

@@ -93,6 +93,10 @@ class LinearWgmma:
     stage_steps: int
     tokens: int
     warps: int
+    slots: int
+    blocks_per_sm: int
+    row_major: bool
+    piece: int
     smem_comment: str
     out: CType
     gated: bool

@@ -8,8 +8,9 @@ are few, and their head has no twin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kdgen.plan import params
 from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
@@ -22,6 +23,7 @@ TILED_ROWS = {128: 12, 512: 256}
 CHUNK_TOKENS = 2048
 WARPS = 16  #: a tile of 16 weight rows each
 LINEAR_TOKENS = 128  #: of a block: as many as its registers can hold sums of
+SMALL_WARPS, SMALL_TOKENS = 8, 64  #: the same of small blocks, of which several share an SM
 EXPERT_TOKENS = 64  #: of an expert, of a block at a time
 SLOTS = 4  #: stages of inputs in shared memory
 EXPERT_SLOTS = 3  #: stages of an expert's weights and inputs in shared memory
@@ -62,6 +64,8 @@ def tiled_program(program: Program, kernels: Sequence[Kernel]) -> Program:
 def _twin(kernel: Kernel) -> Kernel | None:
     if isinstance(kernel.params, params.LinearMma):
         return _linear(kernel, kernel.params)
+    if isinstance(kernel.params, params.RouterLogitsMma):
+        return _router(kernel, kernel.params)
     if isinstance(kernel.params, params.ExpertsMma):
         return _experts(kernel, kernel.params)
     if isinstance(kernel.params, params.MlaCombineWgmma):
@@ -69,24 +73,63 @@ def _twin(kernel: Kernel) -> Kernel | None:
     return None
 
 
-def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a tiled matrix kernel: what each takes of the work, and its memory."""
+
+    tokens: int
+    warps: int
+    per_sm: int
+    stage_steps: int
+    slots: int
+    smem: int
+
+    def kernel(self, of: Kernel, twin: params.LinearWgmma, row_tiles: int) -> Kernel:
+        grid = (Extent(per_tokens=self.tokens), Extent(-(-row_tiles // self.warps)), of.grid[2])
+        summary = f"{of.summary}, for many rows"
+        return Kernel(twin.name, "linear_wgmma.cu.j2", twin, self.warps * 32, grid, self.smem, of.cost, summary, row_tiles)
+
+
+def _blocks(cols: int, ranges: int, per_sm: int = 1) -> _Blocks:
     """128 tokens by 256 weight rows: 0.006 bytes of weights and inputs an operation, where L2 gives 5.5 TB/s and tensor cores want less
-    than half of what they do at 0.01. Sums take half a thread's registers, so the ranges' total is in shared memory."""
-    range_steps = p.cols // 16 // p.warps
+    than half of what they do at 0.01. Sums take half a thread's registers, so the ranges' total is in shared memory. Where several blocks
+    are to share an SM they have 64 tokens and 128 rows.
+    """
+    warps, tokens = (WARPS, LINEAR_TOKENS) if per_sm == 1 else (SMALL_WARPS, SMALL_TOKENS)
+    range_steps = cols // 16 // ranges
     stage_steps = next(n for n in (4, 2, 1) if range_steps % n == 0)
-    stages = SLOTS * LINEAR_TOKENS * 128
-    totals = LINEAR_TOKENS // 8 * WARPS * 32 * 16 if p.warps > 1 else 0
-    smem = stages + totals + SLOTS * BARRIER_BYTES
+    slots = max(min(SLOTS, cols // 16 // stage_steps), warps // 4)  # outputs go through them, too
+    totals = tokens // 8 * warps * 32 * 16 if ranges > 1 else 0
+    return _Blocks(tokens, warps, per_sm, stage_steps, slots, slots * tokens * 128 + totals + slots * BARRIER_BYTES)
+
+
+def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
+    """A layer of each head has few rows or few inputs: its blocks are small, for one works where others begin or end. K2.6's w_uk and w_uv
+    for 2,048 rows, µs (H200, 2026-11-30): 132 and 109 with 3 small blocks an SM, 153 and 119 with 2, 136 and 136 with a large one.
+    """
+    blocks = _blocks(p.cols, p.warps, per_sm=1 if kernel.grid[2] == ONE else 3)
+    outputs = p.rows // 2 if p.gated else p.rows
     twin = params.LinearWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, x_stride=p.x_stride, x_batch_stride=p.x_batch_stride,
-        y_stride=p.y_stride, y_batch_stride=p.y_batch_stride, ranges=p.warps, stage_steps=stage_steps, tokens=LINEAR_TOKENS,
-        warps=WARPS, smem_comment=_smem_comment(smem), out=p.out, gated=p.gated, bias=p.bias, accumulate=p.accumulate,
-        epilogue_comment=p.epilogue_comment,
+        y_stride=p.y_stride, y_batch_stride=p.y_batch_stride, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens,
+        warps=blocks.warps, slots=blocks.slots, blocks_per_sm=blocks.per_sm, row_major=False,
+        piece=math.gcd(outputs, p.y_stride, p.y_batch_stride, 8), smem_comment=_smem_comment(blocks.smem), out=p.out, gated=p.gated,
+        bias=p.bias, accumulate=p.accumulate, epilogue_comment=p.epilogue_comment,
     )  # fmt: skip
-    row_groups = -(-(kernel.row_tiles or 0) // WARPS)
-    grid = (Extent(per_tokens=LINEAR_TOKENS), Extent(row_groups), kernel.grid[2])
-    summary = f"{kernel.summary}, for many rows"
-    return Kernel(twin.name, "linear_wgmma.cu.j2", twin, WARPS * 32, grid, smem, kernel.cost, summary, kernel.row_tiles)
+    return blocks.kernel(kernel, twin, kernel.row_tiles or 0)
+
+
+def _router(kernel: Kernel, p: params.RouterLogitsMma) -> Kernel:
+    """The router is a linear layer whose weights are as the checkpoint has them. It has so few rows that large blocks leave most SMs idle:
+    2,048 tokens of K2.6 take 123 µs with small blocks, 155 with large ones (H200, 2026-11-30)."""
+    blocks = _blocks(p.hidden, p.warps, per_sm=2)
+    twin = params.LinearWgmma(
+        name=twin_name(p.name), decode=p.name, rows=p.experts, cols=p.hidden, x_stride=p.hidden, x_batch_stride=0, y_stride=p.experts,
+        y_batch_stride=0, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens, warps=blocks.warps, slots=blocks.slots,
+        blocks_per_sm=blocks.per_sm, row_major=True, piece=1, smem_comment=_smem_comment(blocks.smem), out="float", gated=False, bias=False,
+        accumulate=False, epilogue_comment="Logits of every expert.",
+    )  # fmt: skip
+    return blocks.kernel(kernel, twin, -(-p.experts // 16))
 
 
 def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
@@ -109,16 +152,16 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
 
 
 def _combine(kernel: Kernel, p: params.MlaCombineWgmma) -> Kernel:
-    """8 heads of a row, for whole lines of memory, where a row alone wants many small blocks. Values of 16 splits, those of 4,096 keys, are
-    on their way at once, and what they take of registers leaves 2 blocks of 8 warps an SM."""
-    column_groups = p.kv_lora // 32
-    warps = min(8, column_groups)
+    """8 heads of a row, for whole lines of memory, where a row alone wants many small blocks. More blocks on an SM serve better than more
+    values on their way in each: a launch for 528 of 2,048 rows behind 2,048 keys takes 134 µs (H200, 2026-11-30), 165 with 8 values and
+    registers spilt for 3 blocks, 162 with 8 and 2 blocks, 168 with 16 and 2, 147 with 4 and 4; 100 are what its bytes take."""
+    warps = p.kv_lora // 64  # two groups of 32 columns each
     twin = params.MlaCombineRows(
         name=twin_name(p.name), decode=p.name, heads=p.heads, tile_heads=p.tile_heads, kv_lora=p.kv_lora, splits=p.splits, warps=warps,
-        batch=16, blocks_per_sm=2,
+        batch=4, blocks_per_sm=3,
     )  # fmt: skip
     rows, _, _ = kernel.grid
-    grid = (Extent(p.heads // 8 * (column_groups // warps)), rows, ONE)
+    grid = (Extent(p.heads // 8), rows, ONE)
     return Kernel(twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, f"{kernel.summary}, for many rows")
 
 

@@ -326,7 +326,7 @@ def check_combine(bench: Bench) -> None:
         if wgmma:
             partial = [to_fragments(values[rows]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
         inputs = [bench.input(array) for array in (positions[rows], *partial)]
-        every_head = {0: heads // 8 * p.kv_lora // 32 // p.warps} if twin and not kernel else {1: heads}
+        every_head = {0: heads // 8} if twin and not kernel else {1: heads}
         bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid=every_head, kernel=kernel)
         got = split_guard(bench, "output", bench.read(output), count)
         bench.findings.untouched("output of other heads", got[:, heads:])

@@ -24,6 +24,7 @@ SLICE_WEIGHT_BYTES = 400 << 20
 
 #: Templates that read weights in tensor-core fragments.
 MMA_LINEARS = ("linear_mma.cu.j2", "linear_wgmma.cu.j2")
+ROUTER = "router_logits_mma.cu.j2"
 
 
 @for_template(CHECKS, ["linear_f32.cu.j2", *MMA_LINEARS])
@@ -64,7 +65,8 @@ def check_linear(bench: Bench) -> None:
         if bias is not None:
             arguments.append(bench.input(bias))
         row_tiles = -(-wanted // tile)
-        grid = {2: batches} if mma else {0: row_tiles, 2: batches}
+        by_tile = not mma or (kernel or bench.kernel).template == ROUTER  # a block each
+        grid = {0: row_tiles, 2: batches} if by_tile else {2: batches}
         bench.launch(*arguments, y, tokens=count, grid=grid, row_tiles=row_tiles, kernel=kernel)
         written = split_guard(bench, "y", bench.read(y), count).copy()
         columns = _columns(wanted, batches, p.y_batch_stride)
@@ -110,6 +112,8 @@ def _columns(wanted: int, batches: int, batch_stride: int) -> NDArray[np.int64]:
 def _linear_weight(bench: Bench, w: Array, wanted: int, batches: int) -> Array:
     """Logical w [batches, wanted or 2·wanted (gate, then up), K] in the kernel's layout, first rows only where it is a slice."""
     p = bench.p
+    if getattr(p, "row_major", False):
+        return w
     if bench.kernel.template in MMA_LINEARS:
         return pack_mma_a(interleaved(w, 8) if p.gated else w)
     needed = batches * p.rows * p.cols * w.dtype.itemsize
@@ -187,10 +191,10 @@ def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Ar
     check_rows(bench, run, {"y": (expected, np.zeros(1)), "residual": (np.zeros_like(expected), np.zeros(1))})
 
 
-@for_template(CHECKS, ["router_logits.cu.j2", "router_logits_mma.cu.j2"])
+@for_template(CHECKS, ["router_logits.cu.j2", ROUTER])
 def check_router_logits(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
-    mma = bench.kernel.template == "router_logits_mma.cu.j2"
+    mma = bench.kernel.template == ROUTER
     experts_a_block = 16 if mma else p.block_experts
     experts = bench.few(p.experts, SLICE_TILES * experts_a_block)
     hidden = bench.random(bench.act, most, p.hidden)

@@ -39,7 +39,8 @@ def test_twins_are_launched_with_the_arguments_of_their_kernels(name: str) -> No
         if one.kernel != other.kernel:
             assert one.kernel == twin_name(other.kernel)
             twin, kernel = plan.kernel(one.kernel), plan.kernel(other.kernel)
-            assert (twin.row_tiles, twin.cost) == (kernel.row_tiles, kernel.cost)
+            assert twin.row_tiles == kernel.row_tiles or kernel.name == "router_logits"  # whose blocks each have one
+            assert twin.cost == kernel.cost
             twins += 1
         else:
             assert one.rows == "logits" or twin_of(plan.kernel(one.kernel), plan.kernels) is None
