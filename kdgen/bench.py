@@ -6,7 +6,9 @@ the layers, so that they come from memory and not from a cache; times are median
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +39,9 @@ from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.key_tiles import TILE
 from kdgen.plan.ir import MAX_NODES
-from kdgen.plan.kernels import CHOICE_BESIDE
+from kdgen.plan.kernels import CHOICE_BESIDE, SENT
 from kdgen.plan.least import draft_bytes, kernel_bytes
+from kdgen.plan.params import PeerSumNorm
 from kdgen.resources import templates_dir
 
 NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
@@ -217,7 +220,7 @@ def _kernels(
     """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER, and each collective."""
     engine.fill(engine.plan.limits.max_context)  # with the same rows first
     engine.fill_length(context)
-    kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL]
+    kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL and not isinstance(kernel.params, PeerSumNorm)]
     times = []
     for group in (*((kernel.name,) for kernel in kernels), *TOGETHER):
         mine = [each for each in work if isinstance(each, Launch) and each.kernel in group]
@@ -232,11 +235,26 @@ def _kernels(
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
             least = sum(kernel_bytes(engine.spec, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
             times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
+    times += _sums_with_norms(backend, work, rows, times)
     gathers = [each for each in work if isinstance(each, AllGather)]
     for name, in_step in Counter(each.name for each in gathers).items():
         alike = [each for each in gathers if each.name == name][:1] * LAUNCHES_A_RECORD
         times.append(KernelTime(name, rows, in_step, median(backend, alike) / LAUNCHES_A_RECORD * 1e6, 0.0))
     return tuple(times)
+
+
+def _sums_with_norms(backend: CudaBackend, work: Sequence[Work], rows: int, times: Sequence[KernelTime]) -> list[KernelTime]:
+    """Those that get the ranks' parts from the kernel before them, without which they would wait forever: what they add to its time."""
+    alone = {time.kernel: time.microseconds for time in times}
+    found: dict[str, list[float]] = {}
+    launches = [each for each in work if isinstance(each, Launch)]
+    steps = [(first, second) for first, second in itertools.pairwise(launches) if first.kernel.endswith(SENT)]
+    for sender in dict.fromkeys(first.kernel for first, _ in steps):
+        mine = [(first, second) for first, second in steps if first.kernel == sender]
+        many = mine * -(-LAUNCHES_A_RECORD // len(mine))
+        once = median(backend, list(itertools.chain.from_iterable(many))) / len(many) * 1e6
+        found.setdefault(mine[0][1].kernel, []).extend([once - alone[sender]] * len(mine))
+    return [KernelTime(name, rows, len(each), statistics.mean(each), 0.0) for name, each in found.items()]
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:

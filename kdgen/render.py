@@ -35,7 +35,7 @@ class Rendered:
 
     @property
     def source(self) -> Source:
-        return Source(self.kernel.name, self.text, self.kernel.block, self.kernel.smem, overlaps=True)
+        return Source(self.kernel.name, self.text, self.kernel.block, self.kernel.smem, overlaps=True, cluster=self.kernel.cluster)
 
 
 def _finalize(value: object) -> object:

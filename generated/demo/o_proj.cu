@@ -75,8 +75,7 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
     float total = 0.0f;
 #pragma unroll
     for (int s = 0; s < WARPS; ++s) total += partial[t][s][i][lane];
-    float* out = y + (size_t)m * Y_STRIDE + n;
-    *out += total;
+    y[(size_t)m * Y_STRIDE + n] += total;
   }
 }
 

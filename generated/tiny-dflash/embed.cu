@@ -12,10 +12,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     embed(const int* num_tokens, const int* tokens, const bf16* __restrict__ table, float* residual) {
   wait_for_previous_kernel();
   allow_next_kernel();  // not before: from here on all kernels of the step may read its rows before they wait
-  const int token_row = blockIdx.x;
-  if (token_row >= *num_tokens) return;
-  const bf16* source = table + (size_t)tokens[token_row] * HIDDEN;
-  for (int i = threadIdx.x; i < HIDDEN; i += BLOCK)
-    residual[(size_t)token_row * HIDDEN + i] = to_float(source[i]);
+  const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
+  const size_t at = (size_t)token_row * HIDDEN + i;
+  if (token_row >= *num_tokens || i >= HIDDEN) return;
+  residual[at] = to_float(table[(size_t)tokens[token_row] * HIDDEN + i]);
 }
 }  // namespace embed

@@ -10,7 +10,7 @@ namespace norm {
 constexpr int WIDTH = 96;
 constexpr int X_STRIDE = 192;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;
-constexpr int BLOCK = 32;
+constexpr int BLOCK = 32;  // threads of a row
 constexpr int WARPS = BLOCK / 32;
 constexpr int VECTOR = 4;  // consecutive elements of a thread
 constexpr int ROUNDS = (WIDTH + BLOCK * VECTOR - 1) / (BLOCK * VECTOR);
@@ -22,12 +22,12 @@ struct alignas(sizeof(bf16) * VECTOR) Rounded {
 };
 static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
-__device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const float* weights) {
+__device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const float* from) {
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(weights + i);
+    const uint4 four = load_ahead_16(from + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_row(Vector (&row)[ROUNDS], const float* x) 
   }
 }
 
-// y = row / sqrt(mean(row^2) + eps) * gain; the block's threads meet once
+// y = row / sqrt(mean(row^2) + eps) * gain; the row's threads meet once
 __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
                                           const Vector (&row)[ROUNDS], bf16* y) {
   float square_sum = 0.0f;

@@ -75,8 +75,7 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
     float total = 0.0f;
 #pragma unroll
     for (int s = 0; s < WARPS; ++s) total += partial[t][s][i][lane];
-    bf16* out = y + (size_t)m * Y_STRIDE + n;
-    *out = from_float<bf16>(total);
+    y[(size_t)m * Y_STRIDE + n] = from_float<bf16>(total);
   }
 }
 

@@ -31,6 +31,8 @@ class Source:
     smem: int
     #: The text waits for the kernel before it by itself (``wait_for_previous_kernel``), so a GPU may start it early.
     overlaps: bool = False
+    #: Blocks that a block's threads are divided among where a GPU has clusters.
+    cluster: int = 1
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kdgen.cache import Cache
 from kdgen.errors import BackendError, CompileError
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
-from kdgen.ranks import Group
+from kdgen.ranks import EXCHANGE_SECONDS, Group
 from kdgen.resources import templates_dir
 
 Mode = Literal["plain", "shuffled", "checker"]
@@ -40,6 +40,7 @@ SCHEMA = 1  # of what is cached; raise it when the meaning of an entry changes
 SHARED_LIMIT = 227 << 10  # dynamic shared memory a block may have, in bytes
 MAX_BLOCK = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
+PATIENCE_MS = int(EXCHANGE_SECONDS * 1000)  # how long a block may wait for other ranks' words
 SLICE_MS = 50  # how long a launch may go on before Ctrl-C is looked at
 MAX_OS_THREADS = 32
 
@@ -91,6 +92,7 @@ class _Launch(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("slice_ms", ctypes.c_uint32),
+        ("patience_ms", ctypes.c_uint32),
         ("next_block", ctypes.c_uint32),
         ("error", _Error),
     )
@@ -246,6 +248,7 @@ class CpuBackend(Backend):
             flags=_FLAGS[self.mode],
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,
             slice_ms=SLICE_MS,
+            patience_ms=PATIENCE_MS,
         )
         runtime = self._runtime
         with runtime.lock:

@@ -139,6 +139,7 @@ class CudaBackend(Backend):
         self.cubins: dict[str, Cubin] = {}
         self._cache = cache or Cache.default()
         self._kernels: dict[str, Kernel] = {}
+        self._clusters: dict[str, int] = {}  # blocks that a kernel's threads are divided among
         self._overlapping: set[str] = set()  # kernels that wait for the one before them by themselves
         # numba gives memory back when its array object dies, so the arrays live here and DeviceArray.handle is the key
         self._arrays: dict[int, Any] = {}
@@ -203,7 +204,9 @@ class CudaBackend(Backend):
         from cuda.core import ObjectCode
 
         cubins = compile_all(everywhere(sources, [self.arch]), templates_dir() / "lib" / "gpu", cache=self._cache)
-        blocks = {source.name: source.block for source in sources}
+        if self.gpu.compute_capability >= (9, 0):
+            self._clusters |= {source.name: source.cluster for source in sources}
+        blocks = {source.name: source.block // self._clusters.get(source.name, 1) for source in sources}
         for cubin in cubins:
             with self._reporting(f"loading kernel {cubin.name}"):
                 kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.name)
@@ -271,7 +274,14 @@ class CudaBackend(Backend):
             raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
         overlap = each.kernel in self._overlapping and self.gpu.compute_capability >= (9, 0) and not self._after_collective
         self._after_collective = False
-        config = LaunchConfig(grid=each.grid, block=each.block, shmem_size=each.smem, programmatic_stream_serialization=overlap)
+        blocks = self._clusters.get(each.kernel, 1)
+        config = LaunchConfig(
+            grid=each.grid,  # of clusters
+            cluster=blocks if blocks > 1 else None,
+            block=each.block // blocks,
+            shmem_size=each.smem,
+            programmatic_stream_serialization=overlap,
+        )
         launch(where, config, loaded, *map(_scalar, each.args))
 
     def record(self, work: Sequence[Work]) -> Replay:

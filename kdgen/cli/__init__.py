@@ -74,7 +74,8 @@ class LazyGroup(click.Group):
         except (click.exceptions.Exit, click.Abort):
             raise
         except click.ClickException as error:
-            error.show()
+            if not _told_by_rank_0():
+                error.show()
             ctx.exit(2)  # click's own code for some is 1, which here means a finding
         except KdgenError as error:
             if ctx.params["debug"]:
@@ -113,6 +114,18 @@ class LazyGroup(click.Group):
             traceback.print_exc()
             click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
             ctx.exit(2)
+
+
+def _told_by_rank_0() -> bool:
+    """Whether this process is another rank of a launcher's, which gives all ranks one command line: what is wrong with that is wrong for
+    all.
+    """
+    from kdgen.ranks import place_in
+
+    with contextlib.suppress(KdgenError):
+        place = place_in(os.environ)
+        return place is not None and place.rank > 0
+    return False
 
 
 @contextlib.contextmanager

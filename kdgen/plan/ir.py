@@ -82,7 +82,8 @@ class Kernel:
     """One generated ``<name>.cu`` with one entry point ``<name>``.
 
     ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes. A kernel whose blocks
-    take up one tile of rows after another has their number, ``row_tiles``, as its last argument.
+    take up one tile of rows after another has their number, ``row_tiles``, as its last argument. Where a GPU has clusters, a block's
+    threads are divided among the ``cluster`` blocks of one.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Kernel:
     cost: Cost
     summary: str
     row_tiles: int | None = None
+    cluster: int = 1
 
 
 RowKind = Literal["tokens", "logits"]  #: rows of a launch: the step's token rows, or those of them that have logits

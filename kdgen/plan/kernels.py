@@ -174,15 +174,28 @@ def caches_beside(spec: Spec, mode: Mode) -> bool:
     return holds_heads(spec, mode) and spec.q_lora_rank is not None
 
 
-#: Most ranks whose sums few rows have in one launch with the norm behind them: a row is one block's, and a multiprocessor sends 57 KB of
-#: K2.6's to each of the others. With four it is busy for longer than the other launch takes; arithmetic, not measured.
-NORMED_RANKS = 2
+#: Most ranks whose sums few rows have in one launch with the norm behind them, to which every rank sends all of its part, 57 KB a row of
+#: K2.6. With eight, 8 rows are 3.2 MB, which take longer than the rounds about it, by which a rank sums an eighth of the columns for all;
+#: two ranks are measured, more are arithmetic.
+NORMED_RANKS = 4
 NORMED = "_norm"  #: suffix of a sum over ranks with the norm behind it
+SENT = "_to_ranks"  #: suffix of a kernel that sends its part of such a sum to all ranks
+CLUSTER = 8  #: most blocks of a cluster, which every GPU that has them runs
+
+
+def unsent(name: str) -> str:
+    """The kernel that leaves in a buffer what the named one sends."""
+    return name.removesuffix(SENT)
 
 
 def norms_sums(ranks: int, exchange: Exchange) -> bool:
     """Whether forwards of few rows normalise in the launch that sums over ranks."""
     return exchange == "peer" and 1 < ranks <= NORMED_RANKS
+
+
+def cluster_of(block: int) -> int:
+    """Blocks that ``block`` threads are divided among, whole warps each."""
+    return next(blocks for blocks in (CLUSTER, 4, 2, 1) if block % (32 * blocks) == 0)
 
 
 ROUTER_BESIDE = "shared_gate_up_proj_and_router"
@@ -352,6 +365,9 @@ class Catalogue:
             found += [*self._experts(), self._moe_combine()]
         head = Linear("lm_head", "logits", spec.vocab_size, spec.hidden_size, out_float=True)
         found += [self._norm_logits(), self._linear(head), self._choice(), self._sample(), self._advance()]
+        if norms_sums(self.ranks, self.exchange):
+            adds = {"embed", "o_proj", "down_proj", "moe_combine"}
+            found += [self._sent(kernel) for kernel in found if kernel.name in adds]
         if self.ranks > 1:
             found += self._joins()
         found += [self._tree_accept(), self._kv_compact(), *self._top_k()]
@@ -692,8 +708,11 @@ class Catalogue:
         s, block = self.spec, block_for(self.spec.hidden_size)
         weight: params.CType = "float" if s.dtype == "float32" else "bf16"
         p = params.Embed("embed", s.hidden_size, weight, s.vocab_size, self.ranks > 1, block)
-        cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)), 0)
-        return Kernel("embed", "embed.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "token embedding into the residual")
+        grid, cost = (
+            (ROW_EXTENT, Extent(column_blocks(s.hidden_size)), ONE),
+            Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2))),
+        )
+        return Kernel("embed", "embed.cu.j2", p, block, grid, 0, cost, "token embedding into the residual")
 
     def _choice(self) -> Kernel:
         """The best token of each row, of all ranks where they reach each other's memory, else of a rank's part."""
@@ -702,12 +721,13 @@ class Catalogue:
             return argmax
         p = params.PeerArgmax("rank_argmax", cast(params.Argmax, argmax.params), self.ranks)
         cost, summary = argmax.cost + Cost(0, 2 * (4 + 12 * self.ranks)), "greedy choice over the ranks, through their memory"
-        return Kernel(p.name, "peer_argmax.cu.j2", p, argmax.block, argmax.grid, 0, cost, summary)
+        return replace(argmax, name=p.name, template="peer_argmax.cu.j2", params=p, cost=cost, summary=summary)
 
     def _argmax(self) -> Kernel:
         vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
-        p = params.Argmax("argmax", vocab, self.ranks > 1, block, 1 if vocab % 4 else 4)
-        return Kernel("argmax", "argmax.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, Cost(0, vocab * 4, vocab), "greedy choice")
+        p = params.Argmax("argmax", vocab, self.ranks > 1, block, 1 if vocab % 4 else 4, cluster_of(block))
+        grid, cost = (ROW_EXTENT, ONE, ONE), Cost(0, vocab * 4, vocab)
+        return Kernel("argmax", "argmax.cu.j2", p, block, grid, 0, cost, "greedy choice", cluster=p.cluster)
 
     def _sample(self) -> Kernel:
         vocab, block = self.whole.vocab_size, block_for(self.whole.vocab_size // 4, 1024)
@@ -764,11 +784,20 @@ class Catalogue:
     def _sum_and_norm(self, added: Kernel) -> Kernel:
         """The sum ``added`` and the norm behind it, for few rows."""
         norm, peer = self._norm("rmsnorm_hidden", self.spec.hidden_size), cast(params.PeerSum, added.params)
-        p = params.PeerSumNorm(
-            added.name + NORMED, added.name, cast(params.RmsNorm, norm.params), self.ranks, column_blocks(peer.width), peer.bias
-        )
+        blocks = cluster_of(norm.block)
+        normed = replace(cast(params.RmsNorm, norm.params), cluster=blocks)
+        p = params.PeerSumNorm(added.name + NORMED, added.name, normed, self.ranks, column_blocks(peer.width), peer.bias)
         cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
-        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary)
+        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks)
+
+    def _sent(self, kernel: Kernel) -> Kernel:
+        """``kernel``, whose results are a rank's part of a sum, sending them to all ranks."""
+        width = self.spec.hidden_size
+        outbox = params.Outbox(self.ranks, width, column_blocks(width))
+        p = cast(params.Sending, kernel.params)
+        cost = kernel.cost + Cost(0, width * (8 * self.ranks - 4))
+        summary = f"{kernel.summary}, sent to all ranks"
+        return replace(kernel, name=kernel.name + SENT, params=replace(p, name=p.name + SENT, outbox=outbox), cost=cost, summary=summary)
 
     def _rank_choice(self) -> Kernel:
         p = params.RankChoice("rank_choice", self.whole.vocab_size, self.ranks, 32)

@@ -15,6 +15,15 @@ CType = Literal["float", "bf16"]
 
 
 @dataclass(frozen=True)
+class Outbox:
+    """The memory of every rank, where results go that are a rank's part of a sum. A row has ``width`` words and ``counters`` rounds."""
+
+    ranks: int
+    width: int
+    counters: int
+
+
+@dataclass(frozen=True)
 class Embed:
     name: str
     hidden: int
@@ -22,6 +31,7 @@ class Embed:
     rows: int
     sharded: bool
     block: int
+    outbox: Outbox | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class RmsNorm:
     vector: int
     rows_are_old: bool
     chosen: bool
+    cluster: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class LinearF32:
     bias: bool
     accumulate: bool
     epilogue_comment: str
+    outbox: Outbox | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class LinearMma:
     bias: bool
     accumulate: bool
     epilogue_comment: str
+    outbox: Outbox | None = None
 
 
 @dataclass(frozen=True)
@@ -369,6 +382,11 @@ class MoeCombine:
     top_k: int
     accumulate: bool
     block: int
+    outbox: Outbox | None = None
+
+
+#: What can have an outbox.
+Sending = Embed | LinearF32 | LinearMma | MoeCombine
 
 
 @dataclass(frozen=True)
@@ -378,6 +396,7 @@ class Argmax:
     sharded: bool
     block: int
     vector: int
+    cluster: int
 
 
 @dataclass(frozen=True)

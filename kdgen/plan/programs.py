@@ -19,6 +19,7 @@ from kdgen.plan.kernels import (
     FEW,
     NORMED,
     ROUTER_BESIDE,
+    SENT,
     WGMMA_TILE,
     Mode,
     attention_splits,
@@ -340,13 +341,13 @@ def _forward(
         ends = (_norm(weight("norm")), head) if few else (_norm_logits(), *_of_logits((head,)))
         return Stage(start), Stage(embedding(spec, limits, shard)), *inside, Stage(ends)
     # a layer's last sum is normalised for the next one, or for the head
-    stages = [Stage(start), Stage(_normed(embedding(spec, limits, shard), norm))]
+    stages = [Stage(start), Stage(_normed(spec, embedding(spec, limits, shard), norm))]
     following = _norm(replace(layer_weight("input_layernorm"), value=1))
     for mlp, (first, stop) in layers:
         if first < min(stop, last):
-            stages.append(Stage((*attention, *_normed(mlp, following)), (first, min(stop, last))))
+            stages.append(Stage((*attention, *_normed(spec, mlp, following)), (first, min(stop, last))))
         if stop > last:
-            stages.append(Stage((*attention, *_normed(mlp, _norm(weight("norm")))), (last, stop)))
+            stages.append(Stage((*attention, *_normed(spec, mlp, _norm(weight("norm")))), (last, stop)))
     return (*stages, Stage((head,)))
 
 
@@ -376,10 +377,16 @@ def _norm_logits() -> Launch:
     return Launch("rmsnorm_logits", args, "logits")
 
 
-def _normed(launches: tuple[Launch, ...], norm: Launch) -> tuple[Launch, ...]:
-    """``launches``, the last of which is a sum over ranks, with ``norm`` behind it, both in one launch."""
-    *before, added = launches
-    return *before, launch(added.kernel + NORMED, *added.args, *norm.args[2:])
+def _normed(spec: Spec, launches: tuple[Launch, ...], norm: Launch) -> tuple[Launch, ...]:
+    """``launches``, the last of which is a sum over ranks of what the one before computes, with ``norm`` behind it: this one sends its
+    part to all ranks instead of leaving it in a buffer, and sum and norm are one launch.
+    """
+    *before, computes, added = launches
+    count, part, *rest = added.args
+    outbox = (*((part,) if computes.kernel == "moe_combine" and spec.shared_intermediate_size else ()), *rest[:4])
+    place = computes.args.index(part)
+    sends = launch(computes.kernel + SENT, *computes.args[:place], *outbox, *computes.args[place + 1 :])
+    return *before, sends, launch(added.kernel + NORMED, count, *rest, *norm.args[2:])
 
 
 def _linear(name: str, x: str, y: str, bias: bool = False) -> Launch:
@@ -426,9 +433,8 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
     out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias), norm)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
-        added = summed("attention", limits, shard, bias)
-        added = _normed(added, norm) if few and norms_sums(shard.ranks, shard.exchange) else (*added, norm)
-        out = (_linear("o_proj", "attention", "attention_part"), *added)
+        out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
+        out = _normed(spec, out, norm) if few and norms_sums(shard.ranks, shard.exchange) else (*out, norm)
     return *queries, *attend, values, *out
 
 

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
 from kdgen.plan.ir import Kernel
+from kdgen.plan.kernels import unsent
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.inboxes import Inboxes
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
@@ -30,7 +32,7 @@ ROUTER = "router_logits_mma.cu.j2"
 @for_template(CHECKS, ["linear_f32.cu.j2", *MMA_LINEARS])
 def check_linear(bench: Bench) -> None:
     """y[m, b] = W[b] x[m, b] (+ bias), through SiLU for gated layers, added to the residual for accumulating ones. A kernel for
-    many rows must have the bits of the one for few."""
+    many rows must have the bits of the one for few, and one that sends its results of the one that does not."""
     p = bench.p
     if bench.decode_twin:
         bench.tokens += (p.tokens + 1,)
@@ -41,7 +43,7 @@ def check_linear(bench: Bench) -> None:
     # a slice takes whole batch entries where there are several, which are small, and a few row tiles where there is one
     batches = bench.few(batch)
     wanted = bench.few(outputs, SLICE_TILES * tile) if batch == 1 else outputs
-    out = p.out if mma else "float"
+    out, outbox = p.out if mma else "float", getattr(p, "outbox", None)
 
     x = bench.random(bench.act, most, batches, p.cols)
     w = bench.random("f32" if mma or p.weight == "float" else "bf16", batches, (2 if p.gated else 1) * wanted, p.cols, scale=p.cols**-0.5)
@@ -55,18 +57,22 @@ def check_linear(bench: Bench) -> None:
         count = len(rows)
         # everything that the kernel must not read is NaN; the last row ends where its last input does
         x_rows = _scatter(x[rows], p.x_stride, p.x_batch_stride, batch)
-        y_shape = (guard(count), p.y_stride)
-        y = bench.poisoned("bf16" if out == "bf16" else "f32", *y_shape)
-        if p.accumulate:
-            start = poison("f32", *y_shape)
-            start[:count, :wanted] = residual[rows, 0]
-            bench.backend.write(y, start)
         arguments: list[DeviceArray] = [bench.integer(count), bench.input(x_rows), bench.input(packed)]
         if bias is not None:
             arguments.append(bench.input(bias))
         row_tiles = -(-wanted // tile)
         by_tile = not mma or (kernel or bench.kernel).template == ROUTER  # a block each
         grid = {0: row_tiles, 2: batches} if by_tile else {2: batches}
+        if outbox and not kernel:
+            inboxes = Inboxes(bench, outbox.ranks, outbox.width, count, outbox.counters)
+            bench.launch(*arguments, *inboxes.arguments(), tokens=count, grid=grid, row_tiles=row_tiles)
+            return {"y": inboxes.sent(wanted)[:, None]}
+        y_shape = (guard(count), p.y_stride)
+        y = bench.poisoned("bf16" if out == "bf16" else "f32", *y_shape)
+        if p.accumulate:
+            start = poison("f32", *y_shape)
+            start[:count, :wanted] = residual[rows, 0]
+            bench.backend.write(y, start)
         bench.launch(*arguments, y, tokens=count, grid=grid, row_tiles=row_tiles, kernel=kernel)
         written = split_guard(bench, "y", bench.read(y), count).copy()
         columns = _columns(wanted, batches, p.y_batch_stride)
@@ -90,7 +96,7 @@ def check_linear(bench: Bench) -> None:
             y = y + residual[:, b]
         expected[:, b], error[:, b] = y, off + tolerances.EPS32 * np.abs(y) + tolerances.stored(y, out)
     check_rows(bench, run, {"y": (expected, error)})
-    if twin := bench.decode_twin:
+    if twin := bench.decode_twin or (outbox and bench.plan.kernel(unsent(p.name))):
         rows = np.arange(most)
         bench.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
 
@@ -185,8 +191,15 @@ def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Ar
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         y, residual = (bench.poisoned("f32", guard(count), p.hidden) for _ in range(2))
-        bench.launch(bench.integer(count), bench.input(tokens[rows]), bench.input(table), first, y, residual, tokens=count)
-        return {"y": split_guard(bench, "y", bench.read(y), count), "residual": split_guard(bench, "residual", bench.read(residual), count)}
+        source = bench.integer(count), bench.input(tokens[rows]), bench.input(table), first
+        if p.outbox:
+            inboxes = Inboxes(bench, p.outbox.ranks, p.outbox.width, count, p.outbox.counters)
+            bench.launch(*source, *inboxes.arguments(), residual, tokens=count)
+            sent = inboxes.sent(p.hidden)
+        else:
+            bench.launch(*source, y, residual, tokens=count)
+            sent = split_guard(bench, "y", bench.read(y), count)
+        return {"y": sent, "residual": split_guard(bench, "residual", bench.read(residual), count)}
 
     check_rows(bench, run, {"y": (expected, np.zeros(1)), "residual": (np.zeros_like(expected), np.zeros(1))})
 
@@ -226,7 +239,12 @@ def check_moe_combine(bench: Bench) -> None:
         if p.accumulate:
             start[:count] = residual[rows]
         y = bench.input(start)
-        bench.launch(bench.integer(count), bench.input(weights[rows]), bench.input(outputs[rows]), y, tokens=count)
+        source = bench.integer(count), bench.input(weights[rows]), bench.input(outputs[rows])
+        if p.outbox:
+            inboxes = Inboxes(bench, p.outbox.ranks, p.outbox.width, count, p.outbox.counters)
+            bench.launch(*source, *([y] if p.accumulate else []), *inboxes.arguments(), tokens=count)
+            return {"residual": inboxes.sent(p.hidden)}
+        bench.launch(*source, y, tokens=count)
         return {"residual": split_guard(bench, "residual", bench.read(y), count)}
 
     terms = weights.astype(np.float64)[..., None] * outputs

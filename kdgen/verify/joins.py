@@ -1,7 +1,4 @@
-"""Checks of the kernels that put the ranks' parts together, and of those that send them there.
-
-Those run as rank 1 of their ranks, whose inboxes are all in this process's memory: the others' words lie in its own before it starts.
-"""
+"""Checks of the kernels that put the ranks' parts together, and of those that send them there, too."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from kdgen.plan.params import PeerSum
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.inboxes import RANK, SPARE_ROWS, Inboxes
 
 Array = NDArray[Any]
 
 CHECKS: Registry = {}
-_SPARE_ROWS = 3  #: rows of a step beyond those that it has, as a host's bound may have
 
 
 def _parts(values: Array, rows: NDArray[np.int64]) -> tuple[Array, int]:
     """What a gather leaves of ``values`` [ranks, M, ...] for a step of ``rows``: NaN behind each rank's rows. And the rows a rank."""
-    bound = len(rows) + _SPARE_ROWS
+    bound = len(rows) + SPARE_ROWS
     gathered = np.full((values.shape[0], bound, *values.shape[2:]), -1, values.dtype)
     if values.dtype == np.float32:
         gathered[...] = np.nan
@@ -95,46 +92,6 @@ def check_rank_logits(bench: Bench) -> None:
 
 # ---- through the ranks' memory ------------------------------------------------------------------------------------------
 
-_RANK = 1
-_ROUND = 6  #: of the blocks so far
-
-
-def _words(values: Array, round_: int) -> Array:
-    """Four-byte values as words of a round: i32 [..., 2]."""
-    return np.stack([values.view(np.int32), np.full(values.shape, round_, np.int32)], axis=-1)
-
-
-class _Inboxes:
-    """Every rank's inbox [turn, from rank, rows, width] of words, this rank's filled with what the others send it."""
-
-    def __init__(self, bench: Bench, parts: Array, rows: NDArray[np.int64], blocks: int) -> None:
-        """``parts`` [ranks, M, width] is what each rank sends this one."""
-        self._bench, self._ranks, count = bench, len(parts), len(rows)
-        self.rows = count + _SPARE_ROWS
-        stale = bench.rng.integers(-9, 9, (self._ranks, 2, self._ranks, self.rows, parts.shape[2])).astype(np.int32)
-        before = _words(stale, _ROUND - 1)
-        self._turn = (_ROUND + 1) % 2
-        before[_RANK, self._turn, :, :count] = _words(parts[:, rows], _ROUND + 1)
-        self._before = before
-        self._arrays = [bench.input(each) for each in before]
-        addresses = np.array([array.address for array in self._arrays], np.uint64)
-        self.addresses = bench.input(addresses.view(np.int32).reshape(-1, 2))
-        self.rounds = bench.input(np.full((self.rows, blocks), _ROUND, np.int32))
-
-    def check(self, sent: Array, to: Array | None = None) -> None:
-        """Every other rank has got ``sent`` [count, width] in its place, or those of it whose column ``to`` [ranks, width] says so;
-        nothing else has changed, and the blocks that ran know it."""
-        count = len(sent)
-        for rank, array in enumerate(self._arrays):
-            expected = self._before[rank].copy()
-            if rank != _RANK:
-                columns = np.ones(sent.shape[1], bool) if to is None else to[rank]
-                expected[self._turn, _RANK, :count, columns] = _words(sent, _ROUND + 1)[:, columns].swapaxes(0, 1)
-            self._bench.findings.equal(f"inbox of rank {rank}", self._bench.read(array), expected)
-        rounds = np.full(self.rounds.shape, _ROUND, np.int32)
-        rounds[:count] += 1
-        self._bench.findings.equal("rounds", self._bench.read(self.rounds), rounds)
-
 
 @for_template(CHECKS, ["peer_sum.cu.j2"])
 def check_peer_sum(bench: Bench) -> None:
@@ -150,29 +107,21 @@ def check_peer_sum(bench: Bench) -> None:
         start[:count] = residual[rows]
         # beyond a few rows this rank sums some of the columns for all, and is sent the others' sums
         direct = count <= p.direct_rows
-        mine = np.full(p.width, direct) | (summing == _RANK)
+        mine = np.full(p.width, direct) | (summing == RANK)
         to_me = np.where(mine, parts, totals)
-        y, inboxes = bench.input(start), _Inboxes(bench, to_me, rows, bench.kernel.grid[1].times)
+        y, inboxes = bench.input(start), Inboxes(bench, p.ranks, p.width, count, bench.kernel.grid[1].times).receive(to_me[:, rows])
         extra = [] if bias is None else [bench.input(bias)]
-        part = bench.input(parts[_RANK, rows])
-        bench.launch(bench.integer(count), part, inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds, *extra, y, tokens=count)
+        bench.launch(bench.integer(count), bench.input(parts[RANK, rows]), *inboxes.arguments(), *extra, y, tokens=count)
         if direct:
-            inboxes.check(parts[_RANK, rows])
+            inboxes.check(parts[RANK, rows])
         else:
             to = np.stack([mine | (summing == rank) for rank in range(p.ranks)])
-            inboxes.check(np.where(mine, totals, parts[_RANK])[rows], to)
+            inboxes.check(np.where(mine, totals, parts[RANK])[rows], to)
         return {"residual": split_guard(bench, "residual", bench.read(y), count)}
 
     terms = [*parts.astype(np.float64), residual, *([] if bias is None else [np.broadcast_to(bias, residual.shape)])]
     error = tolerances.EPS32 * (len(terms) + 1) * np.abs(terms).sum(axis=0)
     check_rows(bench, run, {"residual": (np.sum(terms, axis=0), error)})
-
-
-def _sent_order(width: int, block: int, vector: int) -> NDArray[np.int64]:
-    """The columns of a row in the order in which peer_sum_norm's threads send them: of each round of vectors the threads' first words,
-    two where a vector has four, then their next."""
-    together, rounds = min(2, vector), [first + np.arange(min(block * vector, width - first)) for first in range(0, width, block * vector)]
-    return np.concatenate([columns.reshape(-1, vector // together, together).swapaxes(0, 1).reshape(-1) for columns in rounds])
 
 
 @for_template(CHECKS, ["peer_sum_norm.cu.j2"])
@@ -183,21 +132,17 @@ def check_peer_sum_norm(bench: Bench) -> None:
     parts *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)  # the smallest rows are where eps counts
     residual *= np.float32(0.01)
     bias, gain = bench.random("f32", norm.width) * np.float32(0.01) if p.bias else None, bench.random("f32", norm.width)
-    order, blocks = _sent_order(norm.width, norm.block, norm.vector), p.counters
     extra = [] if bias is None else [bias]
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         start = poison("f32", guard(count), norm.width)
         start[:count] = residual[rows]
-        x, y, inboxes = (
-            bench.input(start),
-            bench.poisoned(bench.act, guard(count), norm.width),
-            _Inboxes(bench, parts[..., order], rows, blocks),
-        )
-        places = (bench.input(parts[_RANK, rows]), inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
+        x, y = bench.input(start), bench.poisoned(bench.act, guard(count), norm.width)
+        inboxes = Inboxes(bench, p.ranks, norm.width, count, p.counters).receive(parts[:, rows], mine=True)
+        places = inboxes.arguments()
         bench.launch(bench.integer(count), *places, *map(bench.input, extra), x, bench.input(gain), y, tokens=count)
-        inboxes.check(parts[_RANK, rows][:, order])
+        inboxes.check(None)
         return {"residual": split_guard(bench, "residual", bench.read(x), count), "y": split_guard(bench, "y", bench.read(y), count)}
 
     terms = [*parts.astype(np.float64), residual, *(np.broadcast_to(each, residual.shape) for each in extra)]
@@ -217,8 +162,9 @@ def _same_apart(bench: Bench, found: dict[str, Array], parts: Array, residual: A
     summing = np.arange(residual.shape[1]) // 32 * bench.p.ranks // -(-residual.shape[1] // 32)
     totals = np.add.accumulate(parts, axis=0)[-1]
     direct = len(rows) <= cast(PeerSum, added.params).direct_rows
-    inboxes = _Inboxes(bench, np.where(direct | (summing == _RANK), parts, totals), rows, bench.p.counters)
-    places = (bench.input(parts[_RANK]), inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
+    inboxes = Inboxes(bench, bench.p.ranks, residual.shape[1], len(rows), bench.p.counters)
+    inboxes.receive(np.where(direct | (summing == RANK), parts, totals))
+    places = (bench.input(parts[RANK]), *inboxes.arguments())
     bench.launch(count, *places, *map(bench.input, extra), x, tokens=len(rows), kernel=added)
     bench.launch(count, x, bench.input(gain), y, tokens=len(rows), kernel=norm)
     bench.findings.same_bits(f"residual of {added.name}", found["residual"], bench.read(x))
@@ -231,7 +177,7 @@ def check_peer_argmax(bench: Bench) -> None:
     p, most, each = bench.p, max(bench.tokens), bench.p.part.vocab
     logits = bench.rng.integers(0, 3, (p.ranks, most, each)).astype(np.float32)  # many ties
     logits[0, 0], logits[1:, 0] = -0.0, 0.0
-    for rank, row in ((_RANK, 1), (_RANK, 2), (0, 2), (slice(None), most - 1)):
+    for rank, row in ((RANK, 1), (RANK, 2), (0, 2), (slice(None), most - 1)):
         logits[rank, row] = np.nan
     none = np.asarray(np.isnan(logits).all(axis=2))
     best = np.where(none, 0, np.nanargmax(np.where(none[..., None], 0, logits), axis=2))
@@ -241,10 +187,10 @@ def check_peer_argmax(bench: Bench) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        chosen, inboxes = bench.poisoned("i32", guard(count)), _Inboxes(bench, choices, rows, 1)
-        places = (inboxes.addresses, _RANK, inboxes.rows, inboxes.rounds)
-        bench.launch(bench.integer(count), bench.input(logits[_RANK, rows]), _RANK * each, *places, chosen, tokens=count)
-        inboxes.check(choices[_RANK, rows])
+        chosen, inboxes = bench.poisoned("i32", guard(count)), Inboxes(bench, p.ranks, 2, count, 1).receive(choices[:, rows])
+        logits_rows, first = bench.input(logits[RANK, rows]), RANK * each
+        bench.launch(bench.integer(count), logits_rows, first, *inboxes.arguments(), chosen, tokens=count)
+        inboxes.check(choices[RANK, rows])
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
     whole = np.concatenate(list(np.where(np.isnan(logits), -np.inf, logits)), axis=1)
@@ -258,11 +204,12 @@ def check_peer_gather(bench: Bench) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        bound, inboxes = count + 1, _Inboxes(bench, parts, rows, bench.kernel.grid[1].times)
+        bound, inboxes = count + 1, Inboxes(bench, p.ranks, p.width, count, bench.kernel.grid[1].times).receive(parts[:, rows])
         gathered = bench.poisoned("i32", p.ranks, bound, p.width)
-        places = (inboxes.addresses, _RANK, inboxes.rows, bound, inboxes.rounds)
-        bench.launch(bench.integer(count), bench.input(parts[_RANK, rows]), *places, gathered, tokens=count)
-        inboxes.check(parts[_RANK, rows])
+        addresses, rank, inbox_rows, rounds = inboxes.arguments()
+        places = bench.input(parts[RANK, rows]), addresses, rank, inbox_rows, bound, rounds
+        bench.launch(bench.integer(count), *places, gathered, tokens=count)
+        inboxes.check(parts[RANK, rows])
         got = bench.read(gathered)
         bench.findings.untouched("rows beyond the step's", got[:, count:])
         return {"gathered": np.ascontiguousarray(got[:, :count].swapaxes(0, 1))}

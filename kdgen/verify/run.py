@@ -18,7 +18,7 @@ from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
-from kdgen.plan.kernels import mma_obstacles
+from kdgen.plan.kernels import mma_obstacles, unsent
 from kdgen.plan.params import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
@@ -258,9 +258,11 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
     seen = list(plan.kernels)
     for exchange in EXCHANGES:
         shared = build_plan(spec, plan.compute, shard=Shard(RANKS, 1, exchange))
-        kernels = tuple(each for each in shared.kernels if each not in seen and each.template in RANK_TEMPLATES)
+        sends = {each for each in shared.kernels if each.name != unsent(each.name)}
+        kernels = tuple(each for each in shared.kernels if each not in seen and (each.template in RANK_TEMPLATES or each in sends))
         seen += kernels
         held_to = {each.params.norm.name for each in kernels if isinstance(each.params, PeerSumNorm)}
+        held_to |= {unsent(each.name) for each in sends}
         found.append(replace(shared, kernels=tuple(each for each in shared.kernels if each in kernels or each.name in held_to)))
     known = [kernel for special in plan.special for kernel in special.kernels]
     for special in shared.special:

@@ -25,7 +25,7 @@ class _Text:
     code: str  #: all of it, without comments
     body: str  #: of the kernel function itself
     parameters: tuple[str, ...]
-    written: frozenset[str]  #: parameters that it writes through
+    written: frozenset[str]  #: parameters that it may write through once the next kernel may have started
     early: frozenset[str]  #: those of other kernels' data that it may read before it waits
     late: bool  #: it lets the next kernel start only after its own wait
     loaders_wait: bool
@@ -87,11 +87,14 @@ def _read(rendered: Rendered) -> _Text:
     waited = _LOADERS_WAIT.get(rendered.kernel.template, frozenset())
     waits, allow = list(_WAIT.finditer(body)), _ALLOW.search(body)
     before = body[: waits[-1 if waited else 0].start()] if waits else body
-    early = {
-        name
-        for name, declaration in pointers.items()
-        if declaration.startswith("const ") and "__restrict__" not in declaration and re.search(rf"(?<![.\w]){name}\b", before)
-    }
-    written = frozenset(name for name, declaration in pointers.items() if not declaration.startswith("const "))
+    early = {name for name, declaration in pointers.items() if "__restrict__" not in declaration and _uses(before, name)}
+    if waited:  # by threads that only read
+        early = {name for name in early - waited if pointers[name].startswith("const ")}
     late = bool(waits and allow and waits[0].end() <= allow.start())
-    return _Text(rendered.kernel.name, code, body, names, written, frozenset(early - waited), late, bool(waited))
+    open_to_next = body[allow.end() :] if allow else body
+    written = {name for name, declaration in pointers.items() if not declaration.startswith("const ") and _uses(open_to_next, name)}
+    return _Text(rendered.kernel.name, code, body, names, frozenset(written), frozenset(early), late, bool(waited))
+
+
+def _uses(code: str, name: str) -> bool:
+    return re.search(rf"(?<![.\w]){name}\b", code) is not None

@@ -43,8 +43,8 @@ TEMPLATES = [
     *_in(
         "templates/lib/argmax.cuh.j2",
         ("ties to the higher id", "b.index < a.index", "b.index > a.index"),
-        ("the last warp is left out", "w < WARPS; ++w) best", "w < WARPS - 1; ++w) best"),
-        ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
+        ("the last warp is left out", "cluster_thread() < WARPS ?", "cluster_thread() < WARPS - 1 ?"),
+        ("warps are joined before all of the cluster's have come", "  wait_for_cluster(arrived);\n", ""),
     ),
     *_in(
         "chain_rows",
@@ -111,12 +111,17 @@ TEMPLATES = [
     ),
     *_in(
         "embed",
-        ("one token row too many", "if (token_row >= *num_tokens) return;", "if (token_row > *num_tokens) return;"),
+        (
+            "one token row too many",
+            "{% else %}\n  if (token_row >= *num_tokens || i >= HIDDEN) return;",
+            "{% else %}\n  if (token_row > *num_tokens || i >= HIDDEN) return;",
+        ),
+        ("one token row too many sent", "token_row < *num_tokens && i < HIDDEN;", "token_row <= *num_tokens && i < HIDDEN;"),
         ("does not wait for the kernel before", "  wait_for_previous_kernel();\n", ""),
         (
             "lets the others read rows that are not there yet",
-            "  wait_for_previous_kernel();\n  allow",
-            "  begin_after_previous_kernel();\n  allow",
+            "  wait_for_previous_kernel();\n{% if",
+            "  begin_after_previous_kernel();\n{% if",
         ),
         ("a rank takes the token behind its last", "row < ROWS", "row <= ROWS"),
     ),
@@ -236,6 +241,7 @@ TEMPLATES = [
         ),
         ("bias by lane", "total += bias[n];", "total += bias[lane];"),
         ("residual overwritten", "*out += (float)total;", "*out = (float)total;"),
+        ("results sent for the first tile of rows", ".send(first_token + t, n,", ".send(t, n,"),
         ("inputs that SLICES does not divide are lost", "k < (slice + 1) * COLS / SLICES", "k < slice * COLS / SLICES + COLS / SLICES"),
         ("every head takes the first one's weights", "weight + (size_t)batch * COLS * ROWS", "weight + (size_t)batch * 0 * ROWS"),
         ("gate and up exchanged", "const float gate = (float)total;", "const float gate = (float)total_up;"),
@@ -257,10 +263,12 @@ TEMPLATES = [
             "{% if true %}",
         ),
         ("blocks take their neighbours' tiles", "row_tiles, blockIdx.x, gridDim.x)", "row_tiles, blockIdx.x, 1)"),
+        ("lets the sum start before what it reads is old", "  allow_next_kernel();  // not before", "  // not before"),
     ),
     *_in(
         "templates/lib/linear_mma.cuh.j2",
         ("wrong token column", "const int m = t * 8 + lane / 4;", "const int m = t * 8 + lane % 8;"),
+        ("results sent for the first tile of rows", "y.first_row = first_token", "y.first_row = 0"),
         (
             "warps joined in another order for several tokens",
             "total += partial[t][s][i][lane];",
@@ -527,6 +535,7 @@ TEMPLATES = [
     *_in(
         "moe_combine",
         ("residual overwritten", "+ i] += sum;", "+ i] = sum;"),
+        ("the shared experts' part is not sent", "sum = shared_output[(size_t)token_row * HIDDEN + i] + sum;", ";"),
         (
             "experts summed in another order for several tokens",
             "token_row * TOP_K + k;",
@@ -554,32 +563,39 @@ TEMPLATES = [
     ),
     *_in(
         "peer_argmax",
-        ("the best of this rank alone", "best = better(best, Best{words[0], __float_as_int(words[1])});", ";"),
+        ("the best of this rank alone", "best = better(best, Best{words[rank][0], __float_as_int(words[rank][1])});", ";"),
         ("a rank's ids begin at 0", "best.index += first_token;", ";"),
         ("a row of NaNs has a token of the last rank", "best.index : 0;", "best.index : VOCAB * RANKS - 1;"),
     ),
     *_in(
         "peer_gather",
-        ("a rank's own rows are left out", "target[(size_t)my_rank * rows * WIDTH] = mine;", "(void)mine;"),
-        (
-            "rows as far apart as in the inbox",
-            "target[(size_t)my_rank * rows * WIDTH]",
-            "target[(size_t)my_rank * inbox_rows * WIDTH]",
-        ),
+        ("a rank's own rows are left out", "words[rank][0] = mine;", "words[rank][0] = 0.0f;"),
+        ("rows as far apart as in the inbox", "gathered[(size_t)rank * rows * WIDTH", "gathered[(size_t)rank * inbox_rows * WIDTH"),
     ),
     *_in(
         "peer_sum",
-        ("the round is not kept", "*my_rounds = (int)round;", "(void)my_rounds;"),
-        ("sums are not sent on", "if (!direct) send_to_others(sum);", "if (direct) send_to_others(0.0f);"),
-        ("parts go to the turn before", "reinterpret_cast<u64*>(inboxes[rank]) + turn", "reinterpret_cast<u64*>(inboxes[rank])"),
+        ("the round is not kept", "*my_rounds = (int)round.number;", "(void)my_rounds;"),
+        ("sums are not sent on", "if (!direct) round.send_to_others<1>(i, &sum);", ";"),
     ),
     *_in(
         "peer_sum_norm",
-        ("the round is not kept", "my_rounds[threadIdx.x] = (int)round;", "(void)my_rounds;"),
-        ("parts go to the turn before", "[(my_rank + other) % RANKS]) + turn", "[(my_rank + other) % RANKS])"),
-        ("the norm of what was there before", "  normalise(warp_square_sum, gain, row,", "  normalise(warp_square_sum, gain, parts[0],"),
-        ("the others' parts are left out", "== rank ? parts[other][r].values[v] : value", "== rank ? value : value"),
-        ("the bias once a rank", "      sum += added[r].values[v];", "      sum += RANKS * added[r].values[v];"),
+        ("the round is not kept", "my_rounds[thread] = (int)round.number;", "(void)my_rounds;"),
+        ("the norm of what was there before", "(warp_square_sum, arrived, gain, row,", "(warp_square_sum, arrived, gain, parts[0],"),
+        ("the others' parts are left out", "sum += parts[rank][r].values[v];", "sum += 0.0f;"),
+        ("the bias once a rank", "sum += added[r].values[v];", "sum += RANKS * added[r].values[v];"),
+        ("does not wait for the kernel before", "  wait_for_previous_kernel();", ""),
+    ),
+    *_in(
+        "templates/lib/inbox.cuh.j2",
+        ("parts go to the turn before", "(inboxes[rank]) + place", "(inboxes[rank]) + place % from_rank"),
+        ("parts go to where another rank's belong", "+ place + my_rank * from_rank", "+ place + (RANKS - 1 - my_rank) * from_rank"),
+        ("the next rank is left out", "int other = 1; other < RANKS", "int other = 2; other < RANKS"),
+    ),
+    *_in(
+        "templates/lib/outbox.cuh.j2",
+        ("a rank keeps its part for itself", "  round.send_to_others<1>(column, &value);\n", ""),
+        ("a rank gives its part to others alone", "  round.send<1>(round.my_rank, column, &value);\n", ""),
+        ("words of a round that is over", "(u32)rounds[token_row * COUNTERS] + 1)", "(u32)rounds[token_row * COUNTERS])"),
     ),
     *_in(
         "rank_choice",
@@ -605,6 +621,7 @@ TEMPLATES = [
         "templates/lib/rmsnorm.cuh.j2",
         ("eps outside the root", "1.0f / sqrtf(square_sum / WIDTH + EPS)", "1.0f / (sqrtf(square_sum / WIDTH) + EPS)"),
         ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
+        ("warps are joined before all of the cluster's have come", "  wait_for_cluster(arrived);\n", ""),
         ("mean over the stride", "square_sum / WIDTH + EPS", "square_sum / X_STRIDE + EPS"),
         ("the first warp is left out", "int w = 0; w < WARPS", "int w = WARPS > 1; w < WARPS"),
         ("a vector's first gain for all of it", "* gain[r].values[v]", "* gain[r].values[0]"),

@@ -60,11 +60,12 @@ def test_attention_of_few_heads_on_wgmma(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "compute", "ranks"), [("tiny2", "f32", 2), ("tiny-v2", "bf16", 2), ("tiny-dflash", "bf16", 2), ("twelve", "f32", 3)]
+    ("name", "compute", "ranks"),
+    [("tiny2", "f32", 2), ("tiny-v2", "bf16", 2), ("tiny-dflash", "bf16", 2), ("twelve", "f32", 3), ("twelve", "f32", 4)],
 )
 def test_through_the_ranks_memory(name: str, compute: Compute, ranks: int) -> None:
-    """The kernels that send words to the other ranks and wait for theirs; of two, decoding normalises in those that sum, prefill does not,
-    and their bits are equal."""
+    """The kernels that send words to the other ranks and wait for theirs. Decoding normalises in those that sum, prefill does not, and
+    their bits are equal."""
     spec = twelve() if name == "twelve" else next((spec for spec in variants() if spec.name == name), None) or load_spec(name)
     assert not problems(check_ranks(spec, compute, ranks, situations=1, exchange="peer"))
 

@@ -566,6 +566,14 @@ def test_line_table_of_something_else(tmp_path: Path) -> None:
     assert line_table.lookup(tmp_path / "missing.so", 0x1000) is None
 
 
+def test_a_word_that_never_comes_ends_the_launch(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "PATIENCE_MS", 50)
+    backend.load([source("waits", "  u32 word;\n  while (!word_is_there(from, 1, word)) {\n  }", "const u64* from")])
+    words = backend.to_device(np.zeros(2, np.int32), "i32")
+    with pytest.raises(BackendError, match="has waited for another rank's word for 0 s"):
+        backend.launch("waits", (1, 1, 1), 64, 0, [Pointer(words)])
+
+
 def test_python_and_runtime_agree_on_structures(tmp_path: Path) -> None:
     header = templates_dir() / "lib" / "cpu" / "runtime" / "state.h"
     sizes = [("EmuError", cpu._Error), ("EmuLaunch", cpu._Launch), ("EmuKernel", cpu._Kernel)]

@@ -53,6 +53,13 @@ def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str],
     assert result.returncode == 2 and said in result.stderr and result.stderr.count(said) == 1 and not result.stdout
 
 
+@pytest.mark.parametrize("arguments", [["--budget", "many"], ["--tp", "4"], ["--no-such-option"]])
+def test_the_first_rank_alone_tells_what_is_wrong_with_all_ranks_command(arguments: list[str]) -> None:
+    for rank in (0, 1):
+        result = in_process_of_its_own("--prompt-ids", "5", *arguments, environment={"RANK": str(rank), "WORLD_SIZE": "2"})
+        assert result.returncode == 2 and bool(result.stderr) == (rank == 0), result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jinja2
 import pytest
@@ -44,7 +44,9 @@ CONTEXTS = contexts()
 def test_every_template_is_used_and_every_context_has_one() -> None:
     assert set(CONTEXTS) == {path.name for path in TEMPLATES}
     declared = {value for value in vars(params).values() if dataclasses.is_dataclass(value) and value.__module__ == params.__name__}
-    assert {context for found in CONTEXTS.values() for context in found} == declared
+    whole = {context for found in CONTEXTS.values() for context in found}
+    parts = {context_of(field) for context in whole for field in dataclasses.fields(context)} - {None}
+    assert whole | parts == declared
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
@@ -56,11 +58,18 @@ def test_names_used_are_the_fields(path: Path) -> None:
     for field, part in phases:
         of_phase = names_used((templates_dir() / "lib" / part).read_text())
         if field:  # a phase with a context of its own
-            (hint,) = (each.type for each in dataclasses.fields(context) if each.name == field)
-            assert of_phase <= {each.name for each in dataclasses.fields(getattr(params, str(hint)))}
+            (hint,) = (each for each in dataclasses.fields(context) if each.name == field)
+            part_context = context_of(hint)
+            assert part_context and of_phase <= {each.name for each in dataclasses.fields(part_context)}
         else:
             used |= of_phase
     assert used == {field.name for field in dataclasses.fields(context)}
+
+
+def context_of(field: dataclasses.Field[object]) -> Any:
+    """The context of a phase that a field is, if it is one."""
+    found = vars(params).get(str(field.type).removesuffix(" | None"))
+    return found if dataclasses.is_dataclass(found) and isinstance(found, type) and found.__module__ == params.__name__ else None
 
 
 def names_used(text: str) -> set[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kdgen.plan.build import build_plan
+from kdgen.plan.shard import Shard
 from kdgen.render import Rendered, render
 from kdgen.spec import load_spec
 from kdgen.verify.text import schedule_problems, text_problems
@@ -59,3 +60,17 @@ def test_what_is_read_before_the_wait_is_old(program: str) -> None:
         begins = f"{wait}\n  allow_next_kernel();"
         early = problems("experts_gate_up", begins, "begin_after_previous_kernel();")
         assert f"experts_down reads num_active before it waits for the kernel before it, and in {program} it may be new" in early
+
+
+@pytest.mark.parametrize("sender", ["embed_to_ranks", "o_proj_to_ranks"])
+def test_sums_read_what_is_old(sender: str) -> None:
+    """A sum reads residual and rounds before it waits for the kernel that sends its parts, which must not start it earlier."""
+    plan = build_plan(load_spec("k26"), shard=Shard(2, 1, "peer")).on("sm_90a")
+    texts = {rendered.kernel.name: rendered for rendered in render(plan)}
+    plan = replace(plan, programs=(plan.program("decode"),))
+    assert schedule_problems(plan, list(texts.values())) == []
+    allow, wait = "  allow_next_kernel();", "  wait_for_previous_kernel();"
+    text = texts[sender].text.replace(allow, "", 1).replace(wait, f"{allow}\n{wait}", 1)
+    edited = Rendered(texts[sender].kernel, text)
+    found = schedule_problems(plan, [*(each for name, each in texts.items() if name != sender), edited])
+    assert "rank_sum_norm reads residual before it waits for the kernel before it, and in decode it may be new" in found

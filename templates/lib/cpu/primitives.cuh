@@ -183,12 +183,29 @@ static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static
 static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_ahead_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
 static inline u32 load_ahead_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
+static inline uint4 load_old_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline u32 load_old_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
 
 // ---- one kernel after another ---------------------------------------------
 // here every launch ends before the next begins
 static inline void allow_next_kernel() {}
 static inline void wait_for_previous_kernel() {}
 static inline void begin_after_previous_kernel() {}
+
+// ---- clusters -------------------------------------------------------------
+// here a cluster is one block of all its threads
+#define CLUSTER_BLOCK(threads, blocks) (threads)
+static inline int cluster_index() { return (int)blockIdx.x; }
+static inline u32 blocks_of_cluster() { return 1; }
+static inline int cluster_thread() { return (int)threadIdx.x; }
+static inline void cluster_begin(u64*, int) {}
+template <class T>
+EMU_UNCHECKED static inline void send_to_cluster(T* shared, T value, u64*, EMU_HERE) {
+  if (threadIdx.x % 32) return;
+  EMU_TOUCH(shared, 4, true, emu_context->lane->index, line);
+  *shared = value;
+}
+static inline void wait_for_cluster(u64*, EMU_HERE) { emu_sync_block(line); }
 
 // ---- ranks ----------------------------------------------------------------
 // Memory that other processes share. Whoever waits lets the block's other threads run, and now and then other processes.

@@ -279,6 +279,17 @@ __device__ __forceinline__ u32 load_ahead_4(const void* p) {
   asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
+// Another kernel's data, old by now, before wait_for_previous_kernel: past L1, which that wait may be what makes fresh.
+__device__ __forceinline__ uint4 load_old_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_old_4(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 
 // ---- one kernel after another ---------------------------------------------
 // Programmatic dependent launch: a kernel may start while the one before it still runs, so each waits before it reads or
@@ -297,6 +308,92 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 __device__ __forceinline__ void begin_after_previous_kernel() {
   allow_next_kernel();
   wait_for_previous_kernel();
+}
+
+// ---- clusters -------------------------------------------------------------
+// A cluster's blocks run at the same time and may write to each other's shared memory. Its threads are numbered through; where a GPU has
+// no clusters they are one block. The grid's x counts clusters.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER_BLOCK(threads, blocks) ((threads) / (blocks))  // threads of a block, for __launch_bounds__
+#else
+#define CLUSTER_BLOCK(threads, blocks) (threads)
+#endif
+__device__ __forceinline__ int cluster_index() {
+#if __CUDA_ARCH__ >= 900
+  u32 index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return (int)index;
+#else
+  return blockIdx.x;
+#endif
+}
+__device__ __forceinline__ int cluster_thread() {
+#if __CUDA_ARCH__ >= 900
+  u32 block;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return (int)(block * blockDim.x + threadIdx.x);
+#else
+  return threadIdx.x;
+#endif
+}
+__device__ __forceinline__ u32 blocks_of_cluster() {
+#if __CUDA_ARCH__ >= 900
+  u32 blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+#else
+  return 1;
+#endif
+}
+// Values that blocks send into each other's shared memory, once: `bytes` of them come to each block. All threads call cluster_begin,
+// which returns when all of the cluster's blocks have started, and all wait_for_cluster, which waits for what comes to their block. One
+// block alone meets at a barrier.
+__device__ __forceinline__ void cluster_begin(u64* arrived, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (blocks_of_cluster() == 1) return;
+  if (threadIdx.x == 0) {
+    mbarrier_init(arrived, 1);
+    mbarrier_arrive_expect(arrived, bytes);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// `value`, which a warp's lanes have alike, to `shared` in every block
+__device__ __forceinline__ void send_to_cluster(u32* shared, u32 value, u64* arrived) {
+  const u32 lane = threadIdx.x % 32, blocks = blocks_of_cluster();
+  if (blocks == 1 && lane == 0) *shared = value;
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1 && lane < blocks)
+    asm volatile(
+        "{\n.reg .u32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 barrier, %1, %3;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %2, [barrier];\n}" ::"r"(shared_address(shared)),
+        "r"(shared_address(arrived)), "r"(value), "r"(lane)
+        : "memory");
+#endif
+}
+__device__ __forceinline__ void send_to_cluster(float* shared, float value, u64* arrived) {
+  send_to_cluster(reinterpret_cast<u32*>(shared), __float_as_uint(value), arrived);
+}
+__device__ __forceinline__ void send_to_cluster(int* shared, int value, u64* arrived) {
+  send_to_cluster(reinterpret_cast<u32*>(shared), (u32)value, arrived);
+}
+__device__ __forceinline__ void wait_for_cluster(u64* arrived) {
+  if (blocks_of_cluster() == 1) {
+    __syncthreads();
+    return;
+  }
+#if __CUDA_ARCH__ >= 900
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(arrived))
+        : "memory");
+  } while (!done);
+#endif
 }
 
 // ---- ranks ----------------------------------------------------------------

@@ -3,7 +3,6 @@
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
-#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <atomic>
@@ -130,6 +129,7 @@ static bool run_block(Worker* w, unsigned index) {
   const uint32_t* grid = launch->grid;
   w->block = {index % grid[0], index / grid[0] % grid[1], index / grid[0] / grid[1]};
   w->block_index = index;
+  w->waiting_since = 0;
   w->random = (launch->seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xd1b54a32d192ed03ull;
   if (!w->random) w->random = 1;
   w->alive = w->threads;
@@ -176,11 +176,6 @@ struct Job {
   std::atomic<bool> failed{false};
   uint64_t deadline;  // in nanoseconds
 };
-static uint64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
-}
 static std::mutex& error_mutex = *new std::mutex;
 // Runs blocks until none is left, one fails, time is up, or `until` has passed. True: there is more to do.
 static bool run_blocks(Job* job, uint64_t until) {

@@ -229,9 +229,15 @@ EMU_API void emu_yield() {  // lets others run, for loops that wait
 // another, and now and then whoever else wants the processor does.
 EMU_API void emu_pause() {
   static thread_local unsigned calls = 0;
-  if (++calls % 64 == 0) sched_yield();
   Worker* w = current();
   Lane* me = current_lane(w);
+  if (++calls % 64 == 0) {
+    sched_yield();
+    if (!w->waiting_since) w->waiting_since = now();
+    const uint64_t waited = (now() - w->waiting_since) / 1000000u;
+    if (waited > w->launch->patience_ms)
+      fail(w, {me}, "this thread has waited for another rank's word for %llu s", static_cast<unsigned long long>(waited / 1000));
+  }
   Warp* warp = warp_of(me);
   const unsigned above = me->index < 31 ? warp->runnable & ~((2u << me->index) - 1) : 0;
   if (above) return resume(w, me, warp->lanes[__builtin_ctz(above)]);

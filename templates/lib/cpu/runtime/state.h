@@ -2,6 +2,7 @@
 // CUDA threads, each on a fiber. Workers share nothing but the launch and the allocations.
 #pragma once
 #include <stdint.h>
+#include <time.h>
 #include <map>
 #include <vector>
 #include "../emulator.h"
@@ -44,6 +45,7 @@ struct EmuLaunch {
   uint32_t flags;
   uint64_t seed;
   uint32_t slice_ms;    // return after about so long, so that the caller can be interrupted
+  uint32_t patience_ms;  // how long a block may wait for other processes
   uint32_t next_block;  // in: where to go on; out: how far it came
   EmuError error;
 };
@@ -142,6 +144,7 @@ struct Worker : EmuContext {
   bool running = false, failed = false;
   EmuError error;
   unsigned block_index;
+  uint64_t waiting_since;  // for other processes, in nanoseconds; 0: not yet
   uint64_t random;
   char* stacks = nullptr;
   size_t stack_count = 0, stacks_used = 0;
@@ -165,6 +168,11 @@ static inline Worker* current() { return static_cast<Worker*>(emu_context); }
 static inline Lane* current_lane(Worker* w) { return static_cast<Lane*>(w->lane); }
 static inline Warp* warp_of(const Lane* lane) { return static_cast<Warp*>(lane->warp); }
 
+static inline uint64_t now() {  // in nanoseconds
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
 static inline uint64_t draw(Worker* w) {  // xorshift64
   uint64_t x = w->random;
   x ^= x << 13;
