@@ -21,7 +21,7 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
 constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of which 64 columns together, in rows of 128 bytes: tiles just as wgmma reads them in shared memory
+// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
   const int chunk = slot / 64 * (ROW / 64) + column / 64;
   return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;

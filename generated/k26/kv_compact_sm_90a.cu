@@ -10,7 +10,7 @@ namespace kv_compact {
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 128;
 constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of which 64 columns together, in rows of 128 bytes: tiles just as wgmma reads them in shared memory
+// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
   const int chunk = slot / 64 * (ROW / 64) + column / 64;
   return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;

@@ -3,8 +3,9 @@
 
 // Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
 // group of them. Blocks share the groups out among them, and the splits of a group by the keys in them. In a block, two
-// warps fill each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and
-// probabilities of every other tile, and half of the value columns of all: one's products run while the other weighs scores.
+// warps fill each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make
+// scores and probabilities of every other tile, and half of the value columns of all: one's products run while the
+// other weighs scores.
 // Splits that all rows of a group see whole, in the same cache rows, are visited once for all of them; the others by
 // each row for itself, so that no row's tile holds keys that another one masks.
 // Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
@@ -14,7 +15,7 @@
 
 namespace mla_attention {
 constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of which 64 columns together, in rows of 128 bytes: tiles just as wgmma reads them in shared memory
+// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
   const int chunk = slot / 64 * (ROW / 64) + column / 64;
   return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
@@ -68,6 +69,15 @@ __device__ __forceinline__ int split_at(int share, int first, int keys) {
   const int split = split_of(key);
   return key > (split_begin(split) + split_begin(split + 1)) / 2 ? split + 1 : split;
 }
+// Blocks are left over when each row has as many as any other. They take rows' last splits, if these hold so few keys
+// that those of a left-over block, a start of each counted as 64, are no more than what another block has: here, of a
+// row with `keys` keys, those that stay with its own blocks.
+__device__ __forceinline__ int own_keys(int keys, int groups, int parts) {
+  const int spare = (int)gridDim.x - groups * parts, last_begin = split_begin(split_of(keys - 1));
+  if (GROUP > 1 || spare <= 0) return keys;
+  const int last_keys = (keys - last_begin + 63) / 64 * 64;
+  return (groups + spare - 1) / spare * (64 + last_keys) <= keys / parts ? last_begin : keys;
+}
 // Calls body(first token row, rows, split, first key, end of keys, whether the rows are others than before).
 template <class Body>
 __device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_sequence,
@@ -75,7 +85,10 @@ __device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_s
                                                     Body body) {
   const int groups = (tokens + GROUP - 1) / GROUP;
   const int parts = max(1, (int)gridDim.x / max(1, groups)), part = blockIdx.x % parts;
-  for (int group = blockIdx.x / parts; group < groups; group += gridDim.x / parts) {
+  const bool is_spare = GROUP == 1 && blockIdx.x >= groups * parts;
+  const int first_group = is_spare ? blockIdx.x - groups * parts : blockIdx.x / parts;
+  const int step = is_spare ? gridDim.x - groups * parts : gridDim.x / parts;
+  for (int group = first_group; group < groups; group += step) {
     const int first = group * GROUP, rows = GROUP > 1 ? min(GROUP, tokens - first) : 1;
     int shared_keys = GROUP > 1 ? row_prefix[first] : 0;
     for (int row = first + 1; row < first + rows; ++row)
@@ -84,15 +97,18 @@ __device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_s
     shared_keys = split_begin(shared_splits);
     auto work_of = [&](int keys) { return keys > 0 ? START + keys : 0; };
     int work = work_of(shared_keys);
-    for (int row = first; row < first + rows; ++row) work += work_of(row_position[row] + 1 - shared_keys);
+    for (int row = first; row < first + rows; ++row)
+      work += work_of(own_keys(row_position[row] + 1, groups, parts) - shared_keys);
     int begin = work * part / parts, end = work * (part + 1) / parts;
 #pragma unroll 1
-    for (int row = first - 1; row < first + rows; ++row) {  // all together first
-      const bool together = row < first;
+    for (int row = GROUP > 1 ? first - 1 : first; row < first + rows; ++row) {  // all together first
+      const bool together = GROUP > 1 && row < first;
       const int from = together ? 0 : shared_splits, keys = together ? shared_keys : row_position[row] + 1;
-      const int own = work_of(keys - split_begin(from));
+      const int mine = together ? keys : own_keys(keys, groups, parts),
+                own = work_of(mine - split_begin(from));
       if (own == 0) continue;
-      const int begin_split = split_at(begin, from, keys), end_split = split_at(end, from, keys);
+      int begin_split = split_at(begin, from, mine), end_split = split_at(end, from, mine);
+      if (is_spare) begin_split = split_of(mine - 1) + 1, end_split = split_of(keys - 1) + 1;
       begin -= own;
       end -= own;
       for (int split = begin_split; split < end_split; ++split)
@@ -102,9 +118,9 @@ __device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_s
   }
 }
 
-// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at the largest score so far, in bfloat16 as the fragments of
-// an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before, are of this thread's two heads;
-// sums are of its own keys.
+// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at the largest score so far, in bfloat16 as
+// the fragments of an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before,
+// are of this thread's two heads; sums are of its own keys.
 __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_max)[2],
                                       float (&running_sum)[2], float (&rescale)[2],
                                       u32 (&probability)[TILE / 16][4]) {
@@ -187,7 +203,7 @@ __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const fl
   wgmma_commit();
 }
 
-// What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and that half of the value columns of all.
+// What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and its half of all value columns.
 template <int WARPGROUP>
 __device__ __forceinline__ void attend(Shared* shared, int tokens, const int* row_sequence,
                                        const int* row_position, const int* row_prefix, bf16* split_values,

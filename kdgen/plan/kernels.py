@@ -82,8 +82,6 @@ def attention_smem(spec: Spec) -> int:
 
 
 WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
-#: Registers of a thread of each of a block's three warpgroups, added up: what three times 128 threads have of an SM's.
-WGMMA_REGISTERS = 3 * 168
 WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
 #: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
 #: rows and splits.
@@ -535,12 +533,10 @@ class Catalogue:
         splits = Extent(per_context=split)
         if self.mode.wgmma:
             smem, head_tiles, group = wgmma_smem(s), max(1, heads // WGMMA_TILE), wgmma_group(s)
-            registers = 208 if group == 1 else 224  # with which NVRTC 13.0 spills none, in either role
             p = params.MlaAttentionWgmma(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=group,
                 start_keys=WGMMA_START_KEYS if group > 1 else 0,
                 scale_log2=s.softmax_scale * math.log2(math.e), act="bf16", tiled=True,
-                registers=registers, loader_registers=WGMMA_REGISTERS - 2 * registers,
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             # as many blocks as splits would leave some block two of them, for shares are of keys
@@ -574,12 +570,17 @@ class Catalogue:
         width = s.num_attention_heads * s.kv_lora_rank
         grid, summary = (ROW_EXTENT, Extent(s.num_attention_heads), ONE), "joins the splits"
         if self.mode.wgmma:
-            grid = (Extent(per_tokens=1, cap=ATTENTION_ROWS[s.kv_lora_rank]), *grid[1:])
+            # 8 heads and 64 columns a block
+            grid = (
+                Extent(per_tokens=1, cap=ATTENTION_ROWS[s.kv_lora_rank]),
+                Extent(s.num_attention_heads // 8 * s.kv_lora_rank // 64),
+                ONE,
+            )
             fragments = params.MlaCombineWgmma(
                 "mla_combine", s.num_attention_heads, min(s.num_attention_heads, WGMMA_TILE), s.kv_lora_rank, self.splits
             )
             cost = Cost(0, width * (2 + self.mode.act_bytes), 2 * width)
-            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, s.kv_lora_rank // 2, grid, 0, cost, summary)
+            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary)
         p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits.shortest, vector, self.mode.act, block)
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
         return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary)

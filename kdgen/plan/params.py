@@ -212,8 +212,6 @@ class MlaAttentionWgmma:
     scale_log2: float
     act: CType
     tiled: bool
-    registers: int  #: of a thread that attends
-    loader_registers: int
     smem_comment: str
 
 

@@ -132,6 +132,23 @@ def check_attention(bench: Bench) -> None:
             bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
     if bench.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
         _check_groups(bench, heads)
+    elif bench.kernel.template == "mla_attention_wgmma.cu.j2" and not bench.sliced:
+        _check_left_over_blocks(bench, heads)
+
+
+def _check_left_over_blocks(bench: Bench, heads: int) -> None:
+    """Three rows for four blocks, of which the fourth has last splits: of rows where they are short, and not of the one where it is not."""
+    p, positions = bench.p, np.array([385, 449, 699], np.int32)
+    keys = bench.random(bench.act, 3, 700, p.row)
+    query = bench.random(bench.act, 3, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
+    chain = _chain(query, positions, keys)
+    got = _attend(bench, chain, heads)
+    _compare_attention(bench, got, chain, heads)
+    for each in range(3):
+        alone = _attend(bench, chain.chosen(np.array([each])), heads)
+        for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), alone, got, strict=True):
+            mine = ours.shape[1]  # fewer splits than the longest row's
+            bench.findings.same_bits(f"{output} of long row {each} alone", ours, theirs[each : each + 1, :mine])
 
 
 def _check_groups(bench: Bench, heads: int) -> None:
@@ -230,7 +247,7 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
         bench.findings.untouched(f"{name} of splits that a row does not have", got[~live])
         bench.findings.untouched(f"{name} of other heads", got[:, :, heads:])
         # the number of splits follows from the longest row; what every launch may have
-        full = poison(array.dtype, count, p.splits.count(max(CONTEXTS + LONG_CONTEXTS)) + 1, *got.shape[2:])
+        full = poison(array.dtype, count, p.splits.count(max(*CONTEXTS, *LONG_CONTEXTS, longest)) + 1, *got.shape[2:])
         full[:, :splits] = got[:count]
         results.append(full[:, :, :heads])
     bench.release()
@@ -305,8 +322,8 @@ def check_combine(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     wgmma = bench.kernel.template != "mla_combine.cu.j2"
     twin = bench.decode_twin
-    heads = bench.few(p.heads // 8) * 8 if twin else bench.few(p.heads)  # it joins 8 at a time
-    splits = 36 if wgmma else 4  # more than it makes weights for at a time
+    heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
+    splits = 68 if wgmma else 4  # more than it makes weights for at a time
     positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
     edges = [0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0)), p.splits.begin(splits - 1)]
     positions[: len(edges)] = edges[:most]
@@ -326,7 +343,9 @@ def check_combine(bench: Bench) -> None:
         if wgmma:
             partial = [to_fragments(values[rows]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
         inputs = [bench.input(array) for array in (positions[rows], *partial)]
-        every_head = {0: heads // 8} if twin and not kernel else {1: heads}
+        every_head = {1: heads // 8 * p.kv_lora // 64 if wgmma else heads}
+        if twin and not kernel:
+            every_head = {0: heads // 8}
         bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid=every_head, kernel=kernel)
         got = split_guard(bench, "output", bench.read(output), count)
         bench.findings.untouched("output of other heads", got[:, heads:])

@@ -490,6 +490,8 @@ TEMPLATES = [
         ("a row's splits begin anew", "from = together ? 0 : shared_splits", "from = 0"),
         ("shared splits are the first row's alone", "together ? rows : 1, split", "1, split"),
         ("a part's place is not moved on from row to row", "      begin -= own;\n", ""),
+        ("last splits that rows leave are left out", "end_split = split_of(keys - 1) + 1;", "end_split = split_of(mine - 1) + 1;"),
+        ("a row leaves more than its last split", "<= keys / parts ? last_begin : keys", "<= keys / parts ? last_begin / 2 : keys"),
     ),
     *_in(
         "mla_combine_rows",
@@ -509,11 +511,19 @@ TEMPLATES = [
     ),
     *_in(
         "mla_combine_wgmma",
-        ("a class takes another's splits", "chunk + i * CLASSES + split_class;", "chunk + i * CLASSES + (split_class & 2);"),
-        ("weights of the first 32 splits for all", "split_max[first + chunk + lane]", "split_max[first + lane]"),
+        (
+            "a class takes another's splits",
+            "split = batch + i * CLASSES + split_class;",
+            "split = batch + i * CLASSES + (split_class & 2);",
+        ),
+        ("weights of the first 32 splits for all", "split_max[first + batch + lane]", "split_max[first + lane]"),
         ("sums of the last 32 splits alone", "all_sum += warp_sum(weighted_sum);", "all_sum = warp_sum(weighted_sum);"),
-        ("eights of heads exchanged", "head % TILE / 8) * 32", "(head % TILE / 8 ^ 1)) * 32"),
-        ("no barrier before the classes are joined", "  __syncthreads();\n", ""),
+        ("another's weights", "weights[lane / 4][", "weights[lane / 8]["),
+        ("columns of the groups exchanged", "joined[c][lane / 16]", "joined[c][1 - lane / 16]"),
+        ("a head's columns in a lane's order", "[lane / 16][pair / 4][from]", "[lane / 16][pair % 4][head * 4 + pair / 4]"),
+        ("no barrier before the weights are used", "= all_sum;\n    __syncthreads();", "= all_sum;"),
+        ("no barrier before weights are made anew", "    if (chunk > 0) __syncthreads();", "    ", "checker"),
+        ("no barrier before the classes are joined", "value[2 * w + 1]);\n  __syncthreads();", "value[2 * w + 1]);"),
         ("one token row too many", "token_row < *num_tokens ?", "token_row <= *num_tokens ?"),
     ),
     *_in(
