@@ -75,12 +75,14 @@ struct Group {
   }
 };
 
-constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
-constexpr int SLOTS = 6;        // stages of a warp's ring: 6912 bytes a warp
+constexpr int SIDE_BY_SIDE = 2;  // row tiles that a reading of more than 8 assignments' inputs is for
+constexpr int STAGE_STEPS = 2;   // steps that a warp copies at a time
+constexpr int SLOTS = 6;         // stages of a warp's ring: 6912 bytes a warp
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
-static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
+static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % SIDE_BY_SIDE == 0,
+              "whole stages");
 constexpr int ROWS_PER_OUTPUT = 2, OUTPUTS = ROWS / ROWS_PER_OUTPUT;  // 2: gate and up
 
 struct Shared {  // of a group
@@ -93,10 +95,50 @@ struct Shared {  // of a group
 // The experts that have tokens, and their tokens' places in `assignments`.
 struct Lists {
   const int *active_expert, *active_begin, *active_end;
+
+  __device__ __forceinline__ int count(int active) const { return active_end[active] - active_begin[active]; }
 };
 
-// This warp's weights, a stage at a time, through all of its group's tiles. A tile is read anew for every MAX_TILES * 8
-// assignments.
+// The sum of this lane's value and of those of the lanes before.
+__device__ __forceinline__ int warp_prefix(int value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, value, distance);
+    if ((int)threadIdx.x % 32 >= distance) value += before;
+  }
+  return value;
+}
+
+// What a row tile costs for so many assignments, where one with 8 or fewer costs 4.
+__device__ __forceinline__ int tile_cost(int count) {
+  return count <= 8 ? 4 : 6 * ((count + MAX_TILES * 8 - 1) / (MAX_TILES * 8));
+}
+// Of all row tiles, the first of a block's, and the first behind them, by what they cost. A lane sums some experts up.
+__device__ __forceinline__ int2 share_of_block(const Lists& lists, int experts, int row_tiles) {
+  const int lane = threadIdx.x % 32, each = (experts + 31) / 32, first = min(experts, lane * each),
+            end = min(experts, first + each);
+  int mine = 0;
+  for (int i = first; i < end; ++i) mine += tile_cost(lists.count(i));
+  const int sum = warp_prefix(mine);
+  const long long all = (long long)__shfl_sync(0xffffffffu, sum, 31) * row_tiles;
+  int bounds[2];
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    int left = (int)(all * (blockIdx.x + b) / gridDim.x) - (sum - mine) * row_tiles, i = first;
+    const u32 lanes = __ballot_sync(0xffffffffu, left >= 0 && first < end);
+    for (; i < end && left >= tile_cost(lists.count(i)) * row_tiles; ++i)
+      left -= tile_cost(lists.count(i)) * row_tiles;
+    const int cost = i < end ? tile_cost(lists.count(i)) : 1;
+    const int unit = i * row_tiles + (left + cost - 1) / cost;
+    bounds[b] =
+        __shfl_sync(0xffffffffu, unit, 31 - __clz(lanes));  // the last lane that begins at it or before
+  }
+  return make_int2(bounds[0], bounds[1]);
+}
+
+// This warp's weights, a stage at a time, through all of its group's tiles. Tiles of an expert with more than 8
+// assignments come two side by side, half a stage of each, and anew for every MAX_TILES * 8 assignments. CROWDED: there
+// is such an expert.
 struct Stream {
   const unsigned char* weight;   // this warp's part of a tile of expert 0
   int row_tiles;                 // of an expert
@@ -104,26 +146,37 @@ struct Stream {
   int readings, reading, stage;  // of that tile
   const unsigned char* source;   // of that stage
   u32 slot;                      // where it comes to
+  int part;                      // bytes of a tile in a stage
 
+  template <bool CROWDED>
   __device__ __forceinline__ void open_expert(const Lists& lists) {
-    readings = (lists.active_end[active] - lists.active_begin[active] + MAX_TILES * 8 - 1) / (MAX_TILES * 8);
+    const int count = lists.count(active);
+    readings = CROWDED ? (count + MAX_TILES * 8 - 1) / (MAX_TILES * 8) : 1;
+    part = CROWDED && count > 8 ? STAGE_BYTES / SIDE_BY_SIDE : STAGE_BYTES;
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
+  template <bool CROWDED>
   __device__ __forceinline__ void copy_next(const Lists& lists, unsigned char (*ring)[STAGE_BYTES]) {
     if (tiles_left > 0) {
+      const int part = CROWDED ? this->part : STAGE_BYTES;
+      const bool two = part < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
+      const int jump = two ? GROUPS * TILE_BYTES - part
+                           : -part;  // where there is none beside it, the same one comes twice
 #pragma unroll
       for (int c = 0; c < (STAGE_BYTES + 511) / 512; ++c) {
         const int at = (c * 32 + threadIdx.x % 32) * 16;
-        if (STAGE_BYTES % 512 == 0 || at < STAGE_BYTES) cp_async_16(ring[slot] + at, source + at, true);
+        if (STAGE_BYTES % 512 == 0 || at < STAGE_BYTES)
+          cp_async_16(ring[slot] + at, source + (at < part ? at : at + jump), true);
       }
-      source += STAGE_BYTES;
-      if (++stage == WARP_STAGES) {
+      source += part;
+      if (++stage == (part == STAGE_BYTES ? WARP_STAGES : WARP_STAGES * SIDE_BY_SIDE)) {
         stage = 0, source -= WARP_BYTES;
-        if (++reading == readings) {
-          reading = 0, --tiles_left, tile += GROUPS, source += GROUPS * TILE_BYTES;
+        if (!CROWDED || ++reading == readings) {
+          const int taken = two ? 2 : 1;
+          reading = 0, tiles_left -= taken, tile += GROUPS * taken, source += GROUPS * TILE_BYTES * taken;
           if (tile >= row_tiles && tiles_left > 0) {
             for (; tile >= row_tiles; tile -= row_tiles) ++active;
-            open_expert(lists);
+            open_expert<CROWDED>(lists);
           }
         }
       }
@@ -131,11 +184,12 @@ struct Stream {
     cp_async_commit();
     slot = (slot + 1) % SLOTS;
   }
+  template <bool CROWDED>
   __device__ __forceinline__ const unsigned char* next(const Lists& lists,
                                                        unsigned char (*ring)[STAGE_BYTES]) {
     cp_async_wait<SLOTS - 2>();
     __syncwarp();  // all lanes have copied the stage, and have read the slot that is filled now
-    copy_next(lists, ring);
+    copy_next<CROWDED>(lists, ring);
     return ring[slot];  // which comes after the one just filled
   }
 };
@@ -162,13 +216,15 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
 // This warp's sums of row tiles with TILES * 8 assignments.
 template <int TILES>
 struct Columns {
+  static constexpr int SIDE = TILES == 1 ? 1 : SIDE_BY_SIDE;
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
   int x_at[TILES];   // this lane's inputs, or below 0 where there is no assignment
   u32 minus_136[4];  // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
-  } inputs[HELD_STEPS];  // all, or one step's: the next one's are on their way while those are used
+  } inputs
+      [HELD_STEPS];  // all; or one step's, of more tokens one part's: the next on their way while those are used
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
       : shared(shared) {
@@ -191,45 +247,69 @@ struct Columns {
     }
     __syncwarp();  // lanes 0 .. 3 have written the offsets
   }
+  static __device__ __forceinline__ int first_input(int step, int part) {
+    return ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
+  }
+  static __device__ __forceinline__ bool is_there(int step, int part) {
+    return !ODD_COLS || first_input(step, part) < COLS;
+  }
+  static __device__ __forceinline__ int step_after(int step) {
+    return step + 1 == WARP_STEPS ? 0 : step + 1;
+  }  // or the next tile's first
+  __device__ __forceinline__ void load_part(const bf16* x, int step, int part, Inputs (&to)[TILES]) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+      to[t] =
+          x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + first_input(step, part)) : Inputs{};
+  }
   __device__ __forceinline__ void load_inputs(const bf16* x, int step, Step& to) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-      const int k = ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
-      if (ODD_COLS && k >= COLS) break;
-#pragma unroll
-      for (int t = 0; t < TILES; ++t)
-        to.of[part][t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + k) : Inputs{};
-    }
+    for (int part = 0; part < PARTS && is_there(step, part); ++part) load_part(x, step, part, to.of[part]);
   }
-  template <bool FIRST>  // these assignments' first tile
-  __device__ __forceinline__ void add_up(float (&sum)[TILES][4], Stream& weights, const Lists& lists,
+  template <bool FIRST, bool CROWDED>  // these assignments' first tile; whether an expert has more than 8
+  __device__ __forceinline__ void add_up(float (&sum)[SIDE][TILES][4], Stream& weights, const Lists& lists,
                                          const bf16* x) {
+    constexpr int STAGE_PART = STAGE_STEPS / SIDE;  // steps of each tile
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < SIDE * TILES * 4; ++i) sum[i / 4 / TILES][i / 4 % TILES][i % 4] = 0.0f;
 #pragma unroll(HELD_STEPS == WARP_STEPS ? WARP_STAGES : 1)
-    for (int stage = 0; stage < WARP_STAGES; ++stage) {
-      const unsigned char* slot = weights.next(lists, shared->ring[warp]);
+    for (int stage = 0; stage < WARP_STAGES * SIDE; ++stage) {
+      const unsigned char* slot = weights.template next<CROWDED>(lists, shared->ring[warp]);
 #pragma unroll(TILES == 1 ? STAGE_STEPS : 1)
-      for (int s = 0; s < STAGE_STEPS; ++s) {
-        const int step = stage * STAGE_STEPS + s;
-        const Weights step_weights(slot + s * STEP_BYTES, lane);
-        const Step now = inputs[step % HELD_STEPS];
-        if (HELD_STEPS < WARP_STEPS)
-          load_inputs(x, step + 1 == WARP_STEPS ? 0 : step + 1, inputs[0]);  // then the next tile's first
+      for (int s = 0; s < STAGE_PART; ++s) {
+        const int step = stage * STAGE_PART + s;
+        const Weights only(slot + s * STEP_BYTES, lane);  // where SIDE is 1
+        Step now = inputs[step % HELD_STEPS];
+        if (TILES == 1 && HELD_STEPS < WARP_STEPS) load_inputs(x, step_after(step), inputs[0]);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-          if (ODD_COLS && ((warp * WARP_STEPS + step) * PARTS + part) * PART_INPUTS >= COLS) break;
-          const Group group(step_weights, part);
+          if (!is_there(step, part)) break;
+          if (TILES > 1) {
+            const bool more = part + 1 < PARTS && is_there(step, part + 1);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) now.of[part][t] = inputs[0].of[0][t];
+            load_part(x, more ? step : step_after(step), more ? part + 1 : 0, inputs[0].of[0]);
+          }
+          float offset[TILES][4];
 #pragma unroll
           for (int t = 0; t < TILES; ++t) {
-            float group_sum[4];
             if (FIRST || TILES > 1)
-              make_offset(group_sum, minus_136, now.of[part][t]);
+              make_offset(offset[t], minus_136, now.of[part][t]);
             else
-              read_offset(group_sum, shared->offset[warp][step][part]);
-            if (FIRST && TILES == 1) keep_offset(shared->offset[warp][step][part], group_sum);
-            group.add(sum[t], group_sum, now.of[part][t]);
+              read_offset(offset[t], shared->offset[warp][step][part]);
+            if (FIRST && TILES == 1) keep_offset(shared->offset[warp][step][part], offset[t]);
+          }
+#pragma unroll
+          for (int j = 0; j < SIDE; ++j) {
+            const Weights step_weights =
+                SIDE == 1 ? only : Weights(slot + (j * STAGE_PART + s) * STEP_BYTES, lane);
+            const Group group(step_weights, part);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+              float group_sum[4] = {offset[t][0], offset[t][1], offset[t][2], offset[t][3]};
+              group.add(sum[j][t], group_sum, now.of[part][t]);
+            }
           }
         }
       }
@@ -238,27 +318,63 @@ struct Columns {
 };
 
 // Every GROUPS-th row tile of an expert from first_tile on, below end_tile, for TILES * 8 of its assignments.
-template <int TILES>
+template <int TILES, bool CROWDED>
 __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const Lists& lists, const bf16* x,
                                          const int* assignments, int count, int first_tile, int end_tile,
                                          bf16* y) {
   constexpr int BUFFERS = MAX_TILES / TILES;  // of partial sums, one after the other
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, group = threadIdx.x / GROUP;
   Columns<TILES> columns(shared, x, assignments, count);
-  for (int row_tile = first_tile, buffer = 0; row_tile < end_tile;
-       row_tile += GROUPS, buffer = (buffer + 1) % BUFFERS) {
-    float sum[TILES][4];
-    if (HAS_OFFSETS && columns.HELD_STEPS < WARP_STEPS && row_tile == first_tile)
-      columns.template add_up<true>(sum, weights, lists, x);
+  constexpr int SIDE = Columns<TILES>::SIDE;
+  for (int row_tile = first_tile, buffer = 0; row_tile < end_tile; row_tile += GROUPS * SIDE) {
+    float sum[SIDE][TILES][4];
+    const bool makes_offsets = HAS_OFFSETS && columns.HELD_STEPS < WARP_STEPS && row_tile == first_tile;
+    if (makes_offsets)
+      columns.template add_up<true, CROWDED>(sum, weights, lists, x);
     else
-      columns.template add_up<false>(sum, weights, lists, x);
-    float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
+      columns.template add_up<false, CROWDED>(sum, weights, lists, x);
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
-    barrier_of_warps(1 + group, GROUP);
-    store_tile<TILES>(partial, assignments, count, row_tile, y);
-    if (BUFFERS == 1 || row_tile + GROUPS >= end_tile)
-      barrier_of_warps(1 + group, GROUP);  // the next sums come to where these are
+    for (int j = 0; j < SIDE; ++j) {
+      const int tile = row_tile + j * GROUPS;
+      if (j > 0 && tile >= end_tile) break;  // nothing stood beside the first
+      float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[j][i / 4][i % 4];
+      barrier_of_warps(1 + group, GROUP);
+      store_tile<TILES>(partial, assignments, count, tile, y);
+      if (BUFFERS == 1 || tile + GROUPS >= end_tile)
+        barrier_of_warps(1 + group, GROUP);  // the next sums come to where these are
+      buffer = (buffer + 1) % BUFFERS;
+    }
+  }
+}
+
+// Units `unit`, the group's first, to end_unit.
+template <bool CROWDED>
+__device__ __forceinline__ void multiply_all(Shared* shared, Stream& weights, const Lists& lists,
+                                             const bf16* x, const int* assignments, int unit, int end_unit,
+                                             int row_tiles, bf16* y) {
+  int active = unit / row_tiles, tile = unit % row_tiles;
+  while (unit < end_unit) {
+    const int begin = lists.active_begin[active], end = lists.active_end[active],
+              end_tile = min(row_tiles, tile + end_unit - unit);
+    if (!CROWDED || end - begin <= 8) {
+      multiply<1, CROWDED>(shared, weights, lists, x, assignments + begin, end - begin, tile, end_tile, y);
+    } else {
+      const bool once = end - begin <= MAX_TILES * 8;  // all of these tiles for the same assignments
+      for (int first_tile = tile; first_tile < end_tile;
+           first_tile += once ? end_tile : GROUPS * SIDE_BY_SIDE) {
+        const int last = once ? end_tile : min(end_tile, first_tile + GROUPS * SIDE_BY_SIDE);
+        for (int first = begin; first < end; first += MAX_TILES * 8) {
+          const int count = min(MAX_TILES * 8, end - first);
+          multiply<MAX_TILES, CROWDED>(shared, weights, lists, x, assignments + first, count, first_tile,
+                                       last, y);
+        }
+      }
+    }
+    const int taken = (end_tile - tile + GROUPS - 1) / GROUPS * GROUPS;
+    unit += taken;
+    for (tile += taken; tile >= row_tiles; tile -= row_tiles) ++active;
   }
 }
 
@@ -272,32 +388,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   const int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % WARPS;
   Shared* shared = groups + group;
   // Unit u is row tile u % row_tiles of active expert u / row_tiles. A block's are consecutive, for its groups.
-  const long long units = (long long)*num_active * row_tiles;
-  const int end_unit = (int)(units * (blockIdx.x + 1) / gridDim.x);
-  int unit = (int)(units * blockIdx.x / gridDim.x) + group, active = unit / row_tiles,
-      tile = unit % row_tiles;
   const Lists lists{active_expert, active_begin, active_end};
-  Stream weights{weight + warp * WARP_BYTES, row_tiles, (end_unit - unit + GROUPS - 1) / GROUPS, active,
-                 tile};
-  if (unit < end_unit) weights.open_expert(lists);
+  const long long units = (long long)num_active[0] * row_tiles;
+  int2 share{(int)(units * blockIdx.x / gridDim.x), (int)(units * (blockIdx.x + 1) / gridDim.x)};
+  const bool crowded = num_active[1] > 0;
+  if (crowded) share = share_of_block(lists, num_active[0], row_tiles);
+  const int unit = share.x + group, end_unit = share.y;
+  Stream weights{weight + warp * WARP_BYTES, row_tiles, (end_unit - unit + GROUPS - 1) / GROUPS,
+                 unit / row_tiles, unit % row_tiles};
+  if (unit < end_unit) crowded ? weights.open_expert<true>(lists) : weights.open_expert<false>(lists);
 #pragma unroll
-  for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next(lists, shared->ring[warp]);
-  while (unit < end_unit) {
-    const int begin = active_begin[active], end = active_end[active],
-              end_tile = min(row_tiles, tile + end_unit - unit);
-    const bool once = end - begin <= MAX_TILES * 8;  // all of these tiles for the same assignments
-    for (int first_tile = tile; first_tile < end_tile; first_tile += once ? end_tile : GROUPS) {
-      for (int first = begin; first < end; first += MAX_TILES * 8) {
-        const int count = min(MAX_TILES * 8, end - first), last = once ? end_tile : first_tile + 1;
-        if (count <= 8)
-          multiply<1>(shared, weights, lists, x, assignments + first, count, first_tile, last, y);
-        else
-          multiply<MAX_TILES>(shared, weights, lists, x, assignments + first, count, first_tile, last, y);
-      }
-    }
-    const int taken = (end_tile - tile + GROUPS - 1) / GROUPS * GROUPS;
-    unit += taken;
-    for (tile += taken; tile >= row_tiles; tile -= row_tiles) ++active;
-  }
+  for (int stage = 0; stage < SLOTS - 1; ++stage)
+    crowded ? weights.copy_next<true>(lists, shared->ring[warp])
+            : weights.copy_next<false>(lists, shared->ring[warp]);
+  if (crowded)
+    multiply_all<true>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
+  else
+    multiply_all<false>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
 }
 }  // namespace experts_gate_up

@@ -18,6 +18,7 @@ constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS
 constexpr int SLOTS = 4;               // stages of a warp's ring: 4096 bytes a warp
 constexpr bool X_IN_REGISTERS = true;  // the inputs of 8 tokens, while rows come and go
 constexpr int MAX_TOKENS = 32;         // of one reading of the weights
+constexpr int TOGETHER = 1;  // row tiles of a block that a reading of the inputs of more than 8 tokens is for
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 1;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
@@ -31,36 +32,74 @@ struct Shared {
                [32];  // of MAX_TOKENS / 8 row tiles with 8 tokens each, or of fewer with more
 };
 
-// This warp's weights, a stage at a time, through all of the block's row tiles: first_tile, then every stride-th.
-// A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
+// Few tokens' inputs stay in registers or L1, and weights come more evenly one tile after the other.
+__device__ __forceinline__ constexpr int tiles_together(int tokens) { return tokens <= 8 ? 1 : TOGETHER; }
+
+// This warp's weights, a stage at a time, through all of the block's row tiles: first_tile, then every stride-th, so
+// many of them side by side. A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
 struct Stream {
-  const uint4* source;  // of the stage that is copied next
+  const uint4* weight;
   uint4* ring;
+  u32 source;                         // in weight: the stage that is copied next
   int row_tiles, first_tile, stride;  // the tiles there are, and which of them are the block's
-  int tile, stage;                    // where that stage is
+  int tile, place, stage;             // where that stage is: the first of tiles side by side, which of them
   u32 slot;                           // where it comes to
 
+  template <int SIDE_BY_SIDE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
-        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, source + s * 32, true);
-      source += STAGE_STEPS * 32;
-      if (++stage == WARP_STAGES) {
-        stage = 0;
-        tile += stride;
-        source += ((size_t)stride * STEPS - WARP_STEPS) * 32;
+        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, true);
+      const u32 next_tile = stride * STEPS * 32;
+      if (++place < SIDE_BY_SIDE && tile + place * stride < row_tiles) {
+        source += next_tile;
+      } else {
+        source += STAGE_STEPS * 32 - (place - 1) * next_tile;
+        place = 0;
+        if (++stage == WARP_STAGES) {
+          stage = 0;
+          tile += SIDE_BY_SIDE * stride;
+          source += SIDE_BY_SIDE * next_tile - WARP_STEPS * 32;
+        }
       }
     }
     cp_async_commit();
     slot = (slot + 1) % SLOTS;
   }
+  template <int SIDE_BY_SIDE>
   __device__ __forceinline__ const uint4* next() {
     cp_async_wait<SLOTS - 2>();
-    copy_next();
+    copy_next<SIDE_BY_SIDE>();
     return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
   }
 };
+
+// Sends the first weights of the block's row tiles for `tokens` tokens on their way.
+__device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int tokens, int row_tiles,
+                                        int first_tile, int stride) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int count = min(MAX_TOKENS, tokens - (int)blockIdx.y * MAX_TOKENS);
+  const u32 first_step = (blockIdx.z * ROW_TILES + first_tile) * STEPS + warp * WARP_STEPS;
+  Stream weights{weight,
+                 &shared->ring[warp][0][0][lane],
+                 first_step * 32 + lane,
+                 row_tiles,
+                 first_tile,
+                 stride,
+                 first_tile,
+                 0,
+                 0,
+                 0};
+#pragma unroll
+  for (int stage = 0; stage < SLOTS - 1; ++stage) {
+    if (count <= 8)
+      weights.copy_next<tiles_together(8)>();
+    else
+      weights.copy_next<tiles_together(MAX_TOKENS)>();
+  }
+  return weights;
+}
 
 // A row tile for TILES * 8 tokens, from the warps' sums in warp order.
 // Element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
@@ -68,6 +107,7 @@ template <int TILES>
 __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32], int row_tile, int count,
                                            float* y) {
   const int lane = threadIdx.x % 32;
+#pragma unroll 1  // other tiles' sums are in registers
   for (int o = threadIdx.x; o < TILES * 4 * 32; o += BLOCK) {
     const int t = o / 128, i = o / 32 % 4, m = t * 8 + lane % 4 * 2 + i % 2;
     const int n = row_tile * 16 + lane / 4 + i / 2 * 8;
@@ -85,14 +125,15 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
                                          float* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int BUFFERS = MAX_TOKENS / 8 / TILES;  // of partial sums, one after the other
+  constexpr int SIDE_BY_SIDE = tiles_together(TILES * 8);
   constexpr int HELD_STEPS =
       X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : STAGE_STEPS;  // of inputs, in registers
-  const bf16* x_lane[TILES];
+  x += lane % 4 * 4;
+  int x_at[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     const int m = t * 8 + lane / 4;
-    x_lane[t] = x + (size_t)(m < count ? m : 0) * X_STRIDE +
-                lane % 4 * 4;  // columns beyond the last count for nothing
+    x_at[t] = (m < count ? m : 0) * X_STRIDE;  // columns beyond the last count for nothing
   }
   uint2 inputs[HELD_STEPS][TILES];  // B fragments
   auto load_inputs = [&](int first_step) {
@@ -100,25 +141,28 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
     for (int s = 0; s < HELD_STEPS; ++s)
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
-        inputs[s][t] = *reinterpret_cast<const uint2*>(x_lane[t] + (first_step + s) * 16);
+        inputs[s][t] = *reinterpret_cast<const uint2*>(x + x_at[t] + (first_step + s) * 16);
   };
   load_inputs(0);
 
   int buffer = 0;
-  for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
-    float sum[TILES][4];
-#pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) sum[i / 4][i % 4] = 0.0f;
+  const int stride = weights.stride, row_tiles = weights.row_tiles;
+  for (int row_tile = weights.first_tile; row_tile < row_tiles; row_tile += SIDE_BY_SIDE * stride) {
+    float sum[SIDE_BY_SIDE][TILES][4] = {};
     auto multiply_stage = [&](const uint2(*held)[TILES]) {
-      const uint4* fragments = weights.next();
 #pragma unroll
-      for (int s = 0; s < STAGE_STEPS; ++s) {
-        const uint4 four = fragments[s * 32];
-        const u32 a[4] = {four.x, four.y, four.z, four.w};
+      for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+        if (j > 0 && row_tile + j * stride >= row_tiles) break;
+        const uint4* fragments = weights.template next<SIDE_BY_SIDE>();
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-          const u32 b[2] = {held[s][t].x, held[s][t].y};
-          mma_m16n8k16_bf16(sum[t], a, b);
+        for (int s = 0; s < STAGE_STEPS; ++s) {
+          const uint4 four = fragments[s * 32];
+          const u32 a[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int t = 0; t < TILES; ++t) {
+            const u32 b[2] = {held[s][t].x, held[s][t].y};
+            mma_m16n8k16_bf16(sum[j][t], a, b);
+          }
         }
       }
     };
@@ -132,36 +176,22 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
         for (int i = 0; i < STAGE_STEPS * TILES; ++i)
           now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
         load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                    STAGE_STEPS);  // the next stage's, or the next tile's first
+                    STAGE_STEPS);  // the next stage's, or the next tiles' first
         multiply_stage(now);
       }
     }
-    float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
-    __syncthreads();
-    store_tile<TILES>(partial, row_tile, count, y);
-    if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are
-    buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+    for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+      if (j > 0 && row_tile + j * stride >= row_tiles) break;
+      float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[j][i / 4][i % 4];
+      __syncthreads();
+      store_tile<TILES>(partial, row_tile + j * stride, count, y);
+      if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are
+      buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+    }
   }
-}
-
-// Sends the first weights of the block's row tiles on their way.
-__device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int row_tiles, int first_tile,
-                                        int stride) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const size_t first_step = ((size_t)blockIdx.z * ROW_TILES + first_tile) * STEPS + warp * WARP_STEPS;
-  Stream weights{weight + first_step * 32 + lane,
-                 &shared->ring[warp][0][0][lane],
-                 row_tiles,
-                 first_tile,
-                 stride,
-                 first_tile,
-                 0,
-                 0};
-#pragma unroll
-  for (int stage = 0; stage < SLOTS - 1; ++stage) weights.copy_next();
-  return weights;
 }
 
 // The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
@@ -188,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                  int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
   allow_next_kernel();
-  Stream weights = start(shared, weight, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
+  Stream weights =
+      start(shared, weight, MAX_TOKENS, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
   wait_for_previous_kernel();
   const int tokens = *num_tokens;
   finish(shared, weights, tokens, x, y);

@@ -10,21 +10,30 @@ constexpr int EXPERTS = 64;
 constexpr int TOP_K = 6;
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
 constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // of one expert a thread
+constexpr int
+    CROWD = 8,
+    CROWDED =
+        1 << 16;  // assignments of an expert whose tiles cost more than others; such experts' part of a sum
 
 struct Shared {
   int place[WARPS][EXPERTS];  // how many assignments of an expert a warp has, then where its next one goes
   int warp_total[WARPS];
 };
 
+// The sum of this lane's value and of those of the lanes before.
+__device__ __forceinline__ int warp_prefix(int value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, value, distance);
+    if ((int)threadIdx.x % 32 >= distance) value += before;
+  }
+  return value;
+}
+
 // What is before this thread's value in the block, and what all of the block have together.
 __device__ __forceinline__ int2 block_prefix(int value, int* warp_total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int before = __shfl_up_sync(0xffffffffu, sum, distance);
-    if (lane >= distance) sum += before;
-  }
+  const int sum = warp_prefix(value);
   if (lane == 31) warp_total[warp] = sum;
   __syncthreads();
   int before = 0, all = 0;
@@ -75,28 +84,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   __syncthreads();
 
-  int active_before = 0, listed_before = 0;
+  int active_before = 0, listed_before = 0, crowded = 0;
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int e = r * BLOCK + threadIdx.x;
     int count = 0;
     for (int w = 0; e < EXPERTS && w < WARPS; ++w) count += place[w][e];
-    const int2 listed = block_prefix(count, shared[0].warp_total),
-               active = block_prefix(count > 0, shared[0].warp_total);
+    const int2 listed = block_prefix(count, shared[0].warp_total);
+    const int2 active =
+        block_prefix(count > 0 ? 1 + (count > CROWD) * CROWDED : 0, shared[0].warp_total);  // two sums in one
     int next = listed_before + listed.x;
     if (count > 0) {
-      active_expert[active_before + active.x] = e;
-      active_begin[active_before + active.x] = next;
-      active_end[active_before + active.x] = next + count;
+      const int place = active_before + active.x % CROWDED;
+      active_expert[place] = e;
+      active_begin[place] = next;
+      active_end[place] = next + count;
     }
     for (int w = 0; e < EXPERTS && w < WARPS; ++w) {
       const int of_warp = place[w][e];
       place[w][e] = next, next += of_warp;
     }
     listed_before += listed.y;
-    active_before += active.y;
+    active_before += active.y % CROWDED;
+    crowded += active.y / CROWDED;
   }
-  if (threadIdx.x == 0) *num_active = active_before;
+  if (threadIdx.x == 0) num_active[0] = active_before, num_active[1] = crowded;
   __syncthreads();
 
   for (int first = begin; first < end; first += 32) {

@@ -22,8 +22,12 @@ SMEM_LIMIT = 99 * 1024
 #: The same of sm_90a, whose plans alone use wgmma.
 WGMMA_SMEM_LIMIT = 227 * 1024
 EXPERT_TOKEN_TILES = 2  # of 8 assignments of an expert
+READING_COST = 6  # of a row tile for 9 to 16 assignments, where one for fewer costs 4
 SORT_BYTES = 40 * 1024  # of moe_sort's counts, in static shared memory
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
+#: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
+#: and lm_head, 1 or 4 tiles (2026-11-30): 16 rows 40 or 33, 679 or 553; 32 rows 68 or 37, 1,189 or 604; for 8 rows and fewer 1 to 3 % more.
+TILES_TOGETHER = 4
 GENERIC_TOKENS = 8
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
 #: as another delay. By the bandwidth and the delay that kdgen.gpus has of NVLink; not measured.
@@ -284,8 +288,8 @@ def _expert_split(steps: int, step_bytes: int, registers: int, wgmma: bool) -> t
 
 
 def _blocks_per_sm(warps: int) -> int:
-    """16 warps in one block may have 128 registers a thread; smaller blocks have 96, so that there are 20 warps on an SM."""
-    return 1 if warps == 16 else min(12, 20 // warps)  # some targets hold 16 blocks
+    """16 warps on an SM may have 128 registers a thread: the sums of 32 tokens and TILES_TOGETHER, and what they are made of."""
+    return min(12, 16 // warps)  # some targets hold 16 blocks
 
 
 def _held_steps(steps: int, most: int) -> int:
@@ -448,10 +452,10 @@ class Catalogue:
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
-            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
-            x_in_registers=_x_in_registers(warps, warp_steps, row_tiles * layer.batch),
-            rows_are_old=self.rows_are_old, out=out, gated=layer.gated, bias=layer.bias,
-            accumulate=layer.accumulate, epilogue_comment=epilogue,
+            together=TILES_TOGETHER if self.rows_are_old else 1, stage_steps=ring.stage_steps, slots=ring.slots,
+            smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
+            x_in_registers=_x_in_registers(warps, warp_steps, row_tiles * layer.batch), rows_are_old=self.rows_are_old, out=out,
+            gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
         grid = (Extent(row_tiles, per_processor=_blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
@@ -686,7 +690,8 @@ class Catalogue:
         blocks_per_sm = 16 // (groups * warps)
         mma = params.ExpertsMma(
             name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
-            token_tiles=EXPERT_TOKEN_TILES, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
+            token_tiles=EXPERT_TOKEN_TILES, side_by_side=2 if ring.stage_steps % 2 == 0 else 1, reading_cost=READING_COST,
+            stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
             x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, lists_are_old=name == "experts_down",
             weight_comment=comment,
         )  # fmt: skip

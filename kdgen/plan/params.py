@@ -78,6 +78,7 @@ class LinearMma:
     y_batch_stride: int
     warps: int
     max_tokens: int
+    together: int
     stage_steps: int
     slots: int
     smem_comment: str
@@ -342,6 +343,8 @@ class ExpertsMma:
     warps: int
     groups: int
     token_tiles: int
+    side_by_side: int
+    reading_cost: int
     stage_steps: int
     slots: int
     smem_comment: str

@@ -115,7 +115,7 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
             work("router_logits", "f32", rows, experts),
             work("topk_experts", "i32", rows, top_k),
             work("topk_weights", "f32", rows, top_k),
-            work("num_active", "i32", 1),
+            work("num_active", "i32", 2),
             work("active_expert", "i32", experts),
             work("active_begin", "i32", experts),
             work("active_end", "i32", experts),

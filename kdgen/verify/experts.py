@@ -105,6 +105,11 @@ def sorted_by_expert(topk: Array, experts: int) -> tuple[Array, Array, Array, Ar
     return active, (ends - counts[active]).astype(np.int32), ends, assignments
 
 
+def numbers_of(begins: Array, ends: Array) -> NDArray[np.int32]:
+    """num_active: how many experts have assignments, and how many have more than 8."""
+    return np.array([len(begins), np.count_nonzero(ends - begins > 8)], np.int32)
+
+
 def _random_topk(bench: Bench, count: int, experts: int, top_k: int) -> NDArray[np.int32]:
     """Distinct experts a token; some experts are popular, so that token tiles fill and overflow."""
     popularity = np.exp2(-np.arange(experts) / max(1, experts / 4))
@@ -117,7 +122,7 @@ class _Lists:
 
     def __init__(self, bench: Bench, experts: int, total: int) -> None:
         self.experts = experts
-        self.arrays = [bench.poisoned("i32", size) for size in (1, experts, experts, experts, total + 2)]
+        self.arrays = [bench.poisoned("i32", size) for size in (2, experts, experts, experts, total + 2)]
 
     def check(self, bench: Bench, topk: Array) -> None:
         """``topk``: [M, k], the experts that were grouped; where some are none, their own check says so."""
@@ -125,7 +130,7 @@ class _Lists:
             return
         number, *lists, assignments = (bench.read(array) for array in self.arrays)
         active, begins, ends, order = sorted_by_expert(topk, self.experts)
-        bench.findings.equal("num_active", number, np.array([len(active)]))
+        bench.findings.equal("num_active", number, numbers_of(begins, ends))
         for name, got, expected in zip(("active_expert", "active_begin", "active_end"), lists, (active, begins, ends), strict=True):
             bench.findings.equal(name, got[: len(active)], expected)
             bench.findings.untouched(f"{name} beyond the active experts", got[len(active) :])
@@ -223,7 +228,7 @@ def check_experts(bench: Bench) -> None:
         y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
         lists = [bench.input(array) for array in (active, begins, ends, order)]
         row_tiles = -(-wanted // tile)
-        arguments = (bench.integer(len(active)), *lists, bench.input(x[rows]), bench.input(packed), y)
+        arguments = (bench.input(numbers_of(begins, ends)), *lists, bench.input(x[rows]), bench.input(packed), y)
         bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel)
         got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
         bench.findings.untouched("y of other rows", got[:, :, wanted:])
