@@ -60,15 +60,18 @@ class Gpu:
         return arch_of_device(*self.compute_capability)
 
 
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
 def find_gpu() -> Gpu | str:
     """The GPU kernels would run on, or the reason why there is none."""
     if os.environ.get("NUMBA_DISABLE_CUDA", "0") not in ("", "0"):
         return "NUMBA_DISABLE_CUDA is set"
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        driver = ctypes.CDLL(library)
+        driver = ctypes.CDLL(DRIVER)
     except OSError:
-        return f"no NVIDIA driver ({library} cannot be loaded)"
+        return f"no NVIDIA driver ({DRIVER} cannot be loaded)"
     status = driver.cuInit(0)
     if status != 0:
         return f"the NVIDIA driver does not start: {_error_name(driver, status)}"
@@ -107,8 +110,11 @@ def cuda_unusable() -> str | None:
 def use_gpu(local_rank: int) -> None:
     """Make the GPU of a rank the first one; before anything asks the driver for one. CUDA_VISIBLE_DEVICES lists those to share out.
 
-    A launcher that has given each rank its own leaves a list of one, which stays. Raises BackendError when the list is too short.
+    A launcher that has given each rank its own leaves a list of one, which stays. Raises BackendError when the list is too short, or when
+    something has asked the driver: it has read the list then, and all ranks would share a GPU.
     """
+    if _driver_has_started():
+        raise BackendError("the NVIDIA driver was started before this rank had chosen its GPU: nothing may ask for a GPU before that")
     visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     if not visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
@@ -116,6 +122,14 @@ def use_gpu(local_rank: int) -> None:
         if local_rank >= len(visible):
             raise BackendError(f"CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, and there is a rank {local_rank} on this host")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+
+
+def _driver_has_started() -> bool:
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != NOT_INITIALIZED)
 
 
 class CudaBackend(Backend):

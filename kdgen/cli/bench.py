@@ -82,7 +82,7 @@ def command(
     ranks = agreed_ranks(place, tp, exchange)
     if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
         raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
-    if (why := cuda_unusable()) is not None:
+    if place is None and (why := cuda_unusable()) is not None:  # a rank chooses its GPU before anything asks for one
         raise KdgenError(f"a benchmark needs a GPU, and none can be used: {why}; `kdgen plan` says how fast a model can be on one")
     model = random_model(spec_name, layers, seed, draft)
     check_shard(model.spec, Shard(ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from kdgen.backends import backend_names, open_backend
 from kdgen.backends import cuda as cuda_module
 from kdgen.backends.cpu import CpuBackend
-from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu
+from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
 from kdgen.errors import BackendError, KdgenError
 from kdgen.model import open_engine, random_model
 
@@ -23,8 +24,14 @@ class FakeDriver:
     def __init__(self, status: int = 0, count: int = 1, version: int = 13000, capability: tuple[int, int] = (9, 0)) -> None:
         self.status, self.count, self.version, self.capability = status, count, version, capability
 
+    started = False
+
     def cuInit(self, flags: int) -> int:
+        self.started = True
         return self.status
+
+    def cuCtxGetCurrent(self, out: object) -> int:
+        return 0 if self.started else 3
 
     def cuGetErrorName(self, status: int, text: object) -> int:
         text._obj.value = b"CUDA_ERROR_NO_DEVICE"  # type: ignore[attr-defined]
@@ -80,6 +87,20 @@ def test_reasons(driver: Callable[[FakeDriver], None], fake: FakeDriver, reason:
     driver(fake)
     with pytest.raises(BackendError, match=f"no GPU can be used: .*{reason}.*the CPU backend runs the same"):
         CudaBackend()
+
+
+def test_a_rank_chooses_before_anything_asks(driver: Callable[[FakeDriver], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver reads CUDA_VISIBLE_DEVICES when it starts: a list made later would leave all ranks on one GPU, and slow."""
+    driver(FakeDriver())
+    for visible, chosen in (("", "1"), ("4,7", "7"), ("5", "5")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        use_gpu(1)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert cuda_unusable() is None
+    with pytest.raises(BackendError, match="before this rank had chosen its GPU"):
+        use_gpu(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ from kdgen.bench_timing import Contender, median, medians
 from kdgen.cli import main
 from kdgen.compile import compile_all
 from kdgen.plan.shard import WHOLE, Shard
+from kdgen.ranks import Place
 from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 
@@ -204,6 +206,11 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) 
         result = bench(*more)
         assert result.exit_code == 2
         assert result.stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` says")
+    with monkeypatch.context() as rank:  # which has to choose its GPU before anything asks for one
+        rank.setattr(kdgen.cli.bench, "place_in", lambda environment: Place(0, 1, 0, "", 0))
+        rank.setattr(kdgen.cli.bench, "joined", lambda place: nullcontext(None))
+        rank.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
+        assert "none today" not in bench().output
     monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
     result = bench()
