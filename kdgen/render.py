@@ -69,9 +69,15 @@ def environment() -> jinja2.Environment:
 
 
 def parts_of(template: str) -> tuple[str, ...]:
-    """The files of ``templates/lib`` that a kernel's template takes text from."""
-    tree = environment().parse((templates_dir() / "kernels" / template).read_text(encoding="utf-8"))
-    return tuple(sorted({name for name in meta.find_referenced_templates(tree) if name is not None}))
+    """The files of ``templates/lib`` that a kernel's template takes text from, and those that these take theirs from."""
+    found: set[str] = set()
+    left = [templates_dir() / "kernels" / template]
+    while left:
+        tree = environment().parse(left.pop().read_text(encoding="utf-8"))
+        new = {name for name in meta.find_referenced_templates(tree) if name is not None} - found
+        found |= new
+        left += [templates_dir() / "lib" / name for name in new]
+    return tuple(sorted(found))
 
 
 def render(plan: Plan) -> list[Rendered]:
