@@ -311,11 +311,6 @@ TEMPLATES = [
             "{\n        if (j > 0 && row_tile + j * stride >= row_tiles) break;\n        const",
             "{\n        const",
         ),
-        (
-            "tiles side by side beyond the last are stored",
-            "      if (j > 0 && row_tile + j * stride >= row_tiles) break;\n      float",
-            "      float",
-        ),
         ("all tiles side by side have the first one's place", "row_tile + j * stride, count", "row_tile, count"),
         ("the last stage's inputs for the next tile", "stage + 1 == WARP_STAGES ? 0 : stage + 1", "min(stage + 1, WARP_STAGES - 1)"),
         ("gate and up exchanged", "(gate / (1.0f + expf(-gate)) * up)", "(up / (1.0f + expf(-up)) * gate)"),
