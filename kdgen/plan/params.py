@@ -235,6 +235,7 @@ class MlaCombine:
 class MlaCombineWgmma:
     name: str
     heads: int
+    tile_heads: int
     kv_lora: int
     splits: Splits
 
@@ -244,30 +245,12 @@ class MlaCombineRows:
     name: str
     decode: str
     heads: int
+    tile_heads: int
     kv_lora: int
     splits: Splits
     warps: int
     batch: int
     blocks_per_sm: int
-
-
-@dataclass(frozen=True)
-class CombineAndHeads:
-    name: str
-    combine: str
-    linear: str
-    heads: int
-    kv_lora: int
-    splits: Splits
-    rows: int
-    ranges: int
-    range_steps: int
-    block: int
-    cluster: int
-    block_tiles: int
-    warp_tiles: int
-    max_tokens: int
-    smem_comment: str
 
 
 @dataclass(frozen=True)
@@ -354,6 +337,7 @@ class ExpertsF32:
 @dataclass(frozen=True)
 class ExpertsMma:
     name: str
+    experts: int
     rows: int
     cols: int
     assignments_per_x_row: int
@@ -361,6 +345,8 @@ class ExpertsMma:
     groups: int
     token_tiles: int
     side_by_side: int
+    even: int
+    more_cost: int
     reading_cost: int
     stage_steps: int
     slots: int

@@ -178,6 +178,7 @@ static inline void cp_async_wait() { emu_copy_wait(N); }
 static inline void bulk_copy(void* dst, const void* src, int bytes, u64* barrier, EMU_HERE) {
   emu_bulk_copy(dst, src, bytes, reinterpret_cast<uint64_t*>(barrier), line);
 }
+static inline void prefetch_line(const void* p, EMU_HERE) { __ldg(static_cast<const u32*>(p), line); }  // its word is read: the checker sees it
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
 static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
@@ -202,10 +203,6 @@ static inline void cluster_begin(u64*, int) {}
 template <class T>
 EMU_UNCHECKED static inline void send_to_cluster(T* shared, T value, u64*, EMU_HERE) {
   if (threadIdx.x % 32) return;
-  EMU_TOUCH(shared, 4, true, emu_context->lane->index, line);
-  *shared = value;
-}
-EMU_UNCHECKED static inline void send_each_to_cluster(u32* shared, u32 value, u64*, EMU_HERE) {
   EMU_TOUCH(shared, 4, true, emu_context->lane->index, line);
   *shared = value;
 }
