@@ -39,7 +39,7 @@ from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.key_tiles import TILE
 from kdgen.plan.ir import MAX_NODES
-from kdgen.plan.kernels import CHOICE_BESIDE, SENT
+from kdgen.plan.kernels import CHOICE_BESIDE, COMBINE_BESIDE, SENT
 from kdgen.plan.least import draft_bytes, kernel_bytes
 from kdgen.plan.params import PeerSumNorm
 from kdgen.resources import templates_dir
@@ -51,7 +51,7 @@ READ_MEGABYTES = 4096
 STEPS_IN_A_ROW = 8
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
 #: Kernels that run one after the other in every layer and are timed as one too, for the second may start while the first still runs.
-TOGETHER = (("mla_attention", "mla_combine"),)
+TOGETHER = (("mla_attention", "mla_combine"), ("mla_attention", COMBINE_BESIDE))
 #: Kernels that change what later steps depend on; they are timed inside steps only.
 STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
 
@@ -217,7 +217,7 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
 def _kernels(
     engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
-    """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER, and each collective."""
+    """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER where it has all of them, and each collective."""
     engine.fill(engine.plan.limits.max_context)  # with the same rows first
     engine.fill_length(context)
     kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL and not isinstance(kernel.params, PeerSumNorm)]
@@ -227,7 +227,7 @@ def _kernels(
         in_step = len(mine) // len(group)
         if "mla_attention" in group:
             mine = _over_whole_cache(engine, mine, context + rows)
-        if mine:
+        if {each.kernel for each in mine} == set(group):
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
             count = len(many) // len(group)
             once = median(backend, many) / count

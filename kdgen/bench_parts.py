@@ -18,7 +18,7 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.kernels import FEW
+from kdgen.plan.kernels import COMBINE_BESIDE, FEW
 from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
 from kdgen.rounds import Rounds, budgets_for
@@ -26,7 +26,7 @@ from kdgen.rounds import Rounds, budgets_for
 #: The parts of a verify step that are no forward.
 PARTS = {"tree": ("tree_build", "tree_rows"), "accept": ("tree_accept", "kv_compact"), "draft context": ("draft_context",)}
 EXPERTS = ("experts_gate_up", "experts_down")
-ATTENTION = ("mla_attention", "mla_combine")
+ATTENTION = ("mla_attention", "mla_combine", COMBINE_BESIDE)  #: of which steps have the first and one of the others
 REPEATS = 8  #: of short work in one record, so that starting it does not count
 MATRIX_ROUNDS = 4096
 HUMMING_CALLS = 6  #: in one record, each with other experts: more bytes than any GPU caches
@@ -181,7 +181,7 @@ def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterato
     launches = _launches(engine, run_step(engine, context, rows), rows, context)
     counts = Counter(each.kernel for each in launches)
     for name, other in _contenders(engine, context, rows, torch):
-        kernels = ATTENTION if name == ATTENTION[0] else (name,)
+        kernels = tuple(each for each in ATTENTION if each in counts) if name == ATTENTION[0] else (name,)
         mine = [each for each in launches if each.kernel in kernels]
         repeats = -(-REPEATS // counts[name])
         ours, theirs = medians(engine.backend, mine * repeats, [other])
@@ -198,7 +198,15 @@ def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterat
         if kernel.name == ATTENTION[0]:
             yield (
                 kernel.name,
-                torch.attention(spec.num_attention_heads, rows, context + rows, spec.cache_row_dim, spec.kv_lora_rank, spec.softmax_scale),
+                torch.attention(
+                    spec.num_attention_heads,
+                    rows,
+                    context + rows,
+                    spec.cache_row_dim,
+                    spec.kv_lora_rank,
+                    spec.softmax_scale,
+                    spec.v_head_dim if COMBINE_BESIDE in used else 0,
+                ),
             )
         elif weight is not None and weight.layout == "mma_a":
             batch, outputs, inputs = weight.logical

@@ -48,16 +48,20 @@ class Torch:
         weights = [self.random(batch, inputs, outputs) for _ in range(_copies(2 * batch * outputs * inputs))]
         return self.recorded([partial(torch.bmm, x, w) for w in weights])
 
-    def attention(self, heads: int, rows: int, keys: int, row: int, latent: int, scale: float) -> Contender:
-        """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax."""
+    def attention(self, heads: int, rows: int, keys: int, row: int, latent: int, scale: float, values: int = 0) -> Contender:
+        """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax, and one more where outputs
+        leave the latent space for ``values`` of each head."""
         torch, queries = self._torch, self.random(rows * heads, row)
-        caches = [self.random(keys, row) for _ in range(_copies(2 * keys * row))]
+        layers = [
+            (self.random(keys, row), self.random(heads, latent, values)) for _ in range(_copies(2 * (keys * row + heads * latent * values)))
+        ]
 
-        def attend(cache: Any) -> Any:
+        def attend(cache: Any, weight: Any) -> Any:
             scores = torch.softmax((queries @ cache.T).float() * scale, dim=-1)
-            return scores.to(torch.bfloat16) @ cache[:, :latent]
+            latents = scores.to(torch.bfloat16) @ cache[:, :latent]
+            return torch.bmm(latents.view(rows, heads, latent).transpose(0, 1), weight) if values else latents
 
-        return self.recorded([partial(attend, cache) for cache in caches])
+        return self.recorded([partial(attend, *layer) for layer in layers])
 
     def experts(self, hidden: int, width: int, group: int, tokens: Sequence[int]) -> Contender | None:
         """gate_up, SiLU and down in INT4 for experts with so many tokens each; None where torch's kernel has no such shapes."""

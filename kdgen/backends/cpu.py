@@ -243,7 +243,7 @@ class CpuBackend(Backend):
             slot_count=len(args),
             grid=grid,
             threads=block,
-            shared_bytes=smem,
+            shared_bytes=min(smem * loaded.source.cluster, SHARED_LIMIT),  # here a cluster is one block
             os_threads=self._os_threads,
             flags=_FLAGS[self.mode],
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,

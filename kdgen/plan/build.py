@@ -7,7 +7,7 @@ from dataclasses import replace
 from kdgen.errors import KdgenError
 from kdgen.plan import draft, tiled
 from kdgen.plan.ir import Compute, Family, Limits, Plan
-from kdgen.plan.kernels import Catalogue, has_wgmma_shapes, mma_obstacles, mode_of
+from kdgen.plan.kernels import Catalogue, combines_beside, has_wgmma_shapes, mma_obstacles, mode_of
 from kdgen.plan.programs import buffers, gathers, programs
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
 from kdgen.plan.weights import weights
@@ -65,6 +65,10 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
             )
     if family == "sm_90a":
         notes.append("sm_90a only: attention over the cache runs on wgmma, with splits of its own and a block an SM")
+        if combines_beside(part, mode):
+            notes.append(
+                "sm_90a only: few rows join attention's splits and leave the latent space in one launch, with a cluster of blocks a head"
+            )
         notes.append("sm_90a only: prefills of many rows run their matrix kernels on wgmma, with the bits of the kernels for few rows")
     else:
         notes.append("for every target: no block uses more than 99 KiB of shared memory")

@@ -83,7 +83,7 @@ class Kernel:
 
     ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes. A kernel whose blocks
     take up one tile of rows after another has their number, ``row_tiles``, as its last argument. Where a GPU has clusters, a block's
-    threads are divided among the ``cluster`` blocks of one.
+    threads are divided among the ``cluster`` blocks of one, each of which has ``smem``.
     """
 
     name: str

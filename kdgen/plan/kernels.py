@@ -168,6 +168,11 @@ HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
 HELD_STEPS = 16  # of a warp's weights, 4 registers each
 FEW = "_few"  #: suffix of a layer's kernel for few rows
 CACHE_BESIDE = "rmsnorm_q_a_and_cache"
+COMBINE_BESIDE = "mla_combine_and_w_uv"
+#: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
+#: tests cross them.
+COMBINE_WARPS = {128: 8, 512: 32}
+COMBINE_TOKENS = {128: 16, 512: 64}
 
 
 def holds_heads(spec: Spec, mode: Mode) -> bool:
@@ -203,6 +208,20 @@ def norms_sums(ranks: int, exchange: Exchange) -> bool:
 def cluster_of(block: int) -> int:
     """Blocks that ``block`` threads are divided among, whole warps each."""
     return next(blocks for blocks in (CLUSTER, 4, 2, 1) if block % (32 * blocks) == 0)
+
+
+def blocks_of_head(spec: Spec) -> int:
+    """Blocks of the cluster that joins a head's splits and multiplies: as many as let all heads' run at once on an H200."""
+    most = min(CLUSTER, 132 // spec.num_attention_heads, spec.kv_lora_rank // 64)
+    return next((blocks for blocks in (8, 4, 2) if blocks <= most), 1)
+
+
+def combines_beside(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows join attention's splits in one launch with w_uv: a block alone could not hold a head's weights. K2.6, µs
+    behind attention, as two launches or one (H200, 2026-11-30): 1 row 5.2 or 5.4, 8 rows 6.9 or 4.5, 16 rows 11.9 or 9.7, 64 rows 37 or 32
+    at 4,096 keys; 1 row 9.9 or 6.5 at 32,768. Whole steps of 1, 8 and 16 rows became 20, 17 and 19 µs shorter, over 8 layers.
+    """
+    return mode.wgmma and blocks_of_head(spec) > 1
 
 
 ROUTER_BESIDE = "shared_gate_up_proj_and_router"
@@ -357,7 +376,9 @@ class Catalogue:
         if holds_heads(spec, self.mode):
             found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
         found += [*self._row_groups(), self._attention(), self._combine(), self._linear(values)]
-        if holds_heads(spec, self.mode):
+        if combines_beside(spec, self.mode):
+            found.append(self._combine_and_heads(values))
+        elif holds_heads(spec, self.mode):
             found.append(self._linear_heads(values))
         found.append(self._linear(o_proj))
         if spec.first_k_dense_replace:
@@ -585,14 +606,31 @@ class Catalogue:
                 Extent(s.num_attention_heads // 8 * s.kv_lora_rank // 64),
                 ONE,
             )
-            fragments = params.MlaCombineWgmma(
-                "mla_combine", s.num_attention_heads, min(s.num_attention_heads, WGMMA_TILE), s.kv_lora_rank, self.splits
-            )
+            fragments = params.MlaCombineWgmma("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits)
             cost = Cost(0, width * (2 + self.mode.act_bytes), 2 * width)
             return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary)
         p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits.shortest, vector, self.mode.act, block)
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
         return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary)
+
+    def _combine_and_heads(self, layer: Linear) -> Kernel:
+        """The joining of splits with ``layer``, each head's, behind it, for few rows: a head's latents stay in shared memory."""
+        combine, many = self._combine(), self._linear(layer)
+        s, linear, cluster = self.spec, cast(params.LinearMma, many.params), blocks_of_head(self.spec)
+        warps, tokens = COMBINE_WARPS[s.kv_lora_rank], COMBINE_TOKENS[s.kv_lora_rank]
+        tiles, range_steps = -(-layer.rows // (16 * cluster)), layer.cols // 16 // linear.warps
+        smem = tokens * (s.kv_lora_rank + 16) * 2 + tiles * linear.warps * 512 + 8  # latents, partial sums, a barrier
+        p = params.CombineAndHeads(
+            name=COMBINE_BESIDE, combine=combine.name, linear=many.name, heads=s.num_attention_heads, kv_lora=s.kv_lora_rank,
+            splits=self.splits, rows=layer.rows, ranges=linear.warps, range_steps=range_steps, block=warps * 32, cluster=cluster,
+            block_tiles=tiles, warp_tiles=-(-tiles * linear.warps * cluster // warps), max_tokens=tokens,
+            smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
+        )  # fmt: skip
+        between = 2 * layer.batch * s.kv_lora_rank * self.mode.act_bytes  # what two kernels write and read
+        cost = combine.cost + many.cost + Cost(0, -between)
+        grid = (Extent(layer.batch), Extent(per_tokens=p.max_tokens), ONE)
+        summary = f"{combine.summary}; behind that, {many.summary}, for few rows"
+        return Kernel(p.name, "combine_and_heads.cu.j2", p, p.block, grid, smem, cost, summary, cluster=cluster)
 
     # ---- mixture of experts -----------------------------------------------------------------------------------------
 

@@ -235,7 +235,6 @@ class MlaCombine:
 class MlaCombineWgmma:
     name: str
     heads: int
-    tile_heads: int
     kv_lora: int
     splits: Splits
 
@@ -245,12 +244,30 @@ class MlaCombineRows:
     name: str
     decode: str
     heads: int
-    tile_heads: int
     kv_lora: int
     splits: Splits
     warps: int
     batch: int
     blocks_per_sm: int
+
+
+@dataclass(frozen=True)
+class CombineAndHeads:
+    name: str
+    combine: str
+    linear: str
+    heads: int
+    kv_lora: int
+    splits: Splits
+    rows: int
+    ranges: int
+    range_steps: int
+    block: int
+    cluster: int
+    block_tiles: int
+    warp_tiles: int
+    max_tokens: int
+    smem_comment: str
 
 
 @dataclass(frozen=True)

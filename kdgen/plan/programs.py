@@ -16,6 +16,7 @@ from kdgen.plan.kernels import (
     ATTENTION_ROWS,
     CACHE_BESIDE,
     CHOICE_BESIDE,
+    COMBINE_BESIDE,
     FEW,
     NORMED,
     ROUTER_BESIDE,
@@ -25,6 +26,7 @@ from kdgen.plan.kernels import (
     attention_splits,
     caches_beside,
     column_blocks,
+    combines_beside,
     has_bf16_router,
     holds_heads,
     norms_sums,
@@ -429,31 +431,38 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
         *inputs, target = absorb.args
         queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
     norm = _norm(layer_weight("post_attention_layernorm"))
-    attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None)]
+    joins = few and combines_beside(spec, mode)
+    attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None, joins)]
     out: tuple[Launch, ...] = (_linear("o_proj", "attention", "residual", spec.attention_bias), norm)
     if not shard.whole:
         bias = layer_weight("o_proj_bias") if spec.attention_bias else None
         out = (_linear("o_proj", "attention", "attention_part"), *summed("attention", limits, shard, bias))
         out = _normed(spec, out, norm) if few and norms_sums(shard.ranks, shard.exchange) else (*out, norm)
-    return *queries, *attend, values, *out
+    return *queries, *attend, *(() if joins else (values,)), *out
 
 
-def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> tuple[Launch, Launch]:
-    """Attention of a group of rows, or of all (None), and the joining of its splits."""
+def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None, joins: bool) -> tuple[Launch, Launch]:
+    """Attention of a group of rows, or of all (None), and the joining of its splits, which w_uv is in one launch with if ``joins``."""
     rows, splits = attention_rows(spec, mode, limits), integer(max_splits(spec, mode, limits))
     count = buffer("num_tokens") if group is None else Arg("buffer", "group_rows", 4 * group)
     head_bytes = spec.num_attention_heads * (2 if mode.compute == "bf16" else 4)
-    row_bytes = {"row_path": 4 * MAX_PATH, "query": head_bytes * spec.cache_row_dim, "latent": head_bytes * spec.kv_lora_rank}
+    row_bytes = {
+        "row_path": 4 * MAX_PATH,
+        "query": head_bytes * spec.cache_row_dim,
+        "latent": head_bytes * spec.kv_lora_rank,
+        "attention": head_bytes * spec.v_head_dim,
+    }
 
     def of_group(names: str) -> tuple[Arg, ...]:
         return tuple(Arg("buffer", name, (group or 0) * rows * row_bytes.get(name, 4)) for name in names.split())
 
     parts = _buffers("split_values split_max split_sum")
     seen = of_group("row_sequence row_position row_prefix row_path query")
-    return (
-        launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(cache_slots(mode, limits)), splits),
-        launch("mla_combine", count, *of_group("row_position"), *parts, *of_group("latent"), splits),
-    )
+    attend = launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(cache_slots(mode, limits)), splits)
+    joined, most = (count, *of_group("row_position"), *parts), integer(limits.max_rows - (group or 0) * rows)
+    if joins:
+        return attend, launch(COMBINE_BESIDE, *joined, layer_weight("w_uv_absorb"), *of_group("attention"), splits, most)
+    return attend, launch("mla_combine", *joined, *of_group("latent"), splits)
 
 
 def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:

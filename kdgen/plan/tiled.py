@@ -157,7 +157,7 @@ def _combine(kernel: Kernel, p: params.MlaCombineWgmma) -> Kernel:
     registers spilt for 3 blocks, 162 with 8 and 2 blocks, 168 with 16 and 2, 147 with 4 and 4; 100 are what its bytes take."""
     warps = p.kv_lora // 64  # two groups of 32 columns each
     twin = params.MlaCombineRows(
-        name=twin_name(p.name), decode=p.name, heads=p.heads, tile_heads=p.tile_heads, kv_lora=p.kv_lora, splits=p.splits, warps=warps,
+        name=twin_name(p.name), decode=p.name, heads=p.heads, kv_lora=p.kv_lora, splits=p.splits, warps=warps,
         batch=4, blocks_per_sm=3,
     )  # fmt: skip
     rows, _, _ = kernel.grid

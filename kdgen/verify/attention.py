@@ -13,7 +13,7 @@ from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, cache_input, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows
-from kdgen.weights.pack import numpy_dtype
+from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
 
@@ -255,24 +255,14 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
 
 
 def from_fragments(values: Array) -> Array:
-    """[…, heads, latent] as mla_attention_wgmma stores it, in the usual order: both axes are cut up and mixed within a tile of heads.
-
-    By 32 columns and 8 heads; then head, and of every 8 columns a pair: 4 of those.
-    """
-    *outer, heads, latent = values.shape
-    together = min(heads, WGMMA_TILE)
-    fragments = values.reshape(*outer, heads // together, latent // 32, together // 8, 8, 4, 4, 2)
-    tile, group, rows8, row, pair, eight, column = range(len(outer), len(outer) + 7)
-    order = (*range(len(outer)), tile, rows8, row, group, eight, pair, column)
-    return fragments.transpose(order).reshape(values.shape)
+    """[…, heads, latent] as mla_attention_wgmma stores it, in the usual order: of each 32 columns, 4 pieces have a pair of every 8."""
+    pieces = values.reshape(*values.shape[:-1], -1, 4, 4, 2)
+    return pieces.swapaxes(-3, -2).reshape(values.shape)
 
 
 def to_fragments(values: Array) -> Array:
-    """The inverse of ``from_fragments``."""
-    places = from_fragments(np.arange(values.shape[-2] * values.shape[-1]).reshape(values.shape[-2:])).reshape(-1)
-    flat = np.empty_like(values.reshape(*values.shape[:-2], -1))
-    flat[..., places] = values.reshape(flat.shape)
-    return flat.reshape(values.shape)
+    """The inverse of ``from_fragments``, and the same: it exchanges two axes of 4."""
+    return from_fragments(values)
 
 
 def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
@@ -316,14 +306,42 @@ def check_row_groups(bench: Bench) -> None:
         bench.release()
 
 
-@for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2", "mla_combine_rows.cu.j2"])
-def check_combine(bench: Bench) -> None:
-    """Split results with maxima far apart, joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""
+@dataclass(frozen=True)
+class Parts:
+    """What attention leaves of token rows: the splits of each, of which it has those that are ``live`` [M, S]."""
+
+    positions: NDArray[np.int32]
+    live: NDArray[np.bool_]
+    values: Array  # [M, S, heads, latent]
+    maxima: Array  # [M, S, heads]
+    sums: Array
+
+    def inputs(self, rows: NDArray[np.int64], wgmma: bool) -> list[Array]:
+        """The kernels' inputs for chosen rows."""
+        partial = [self.values[rows], self.maxima[rows], self.sums[rows]]
+        if wgmma:
+            partial = [to_fragments(partial[0]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
+        return [self.positions[rows], *partial]
+
+    def joined(self, heads: int, wgmma: bool) -> tuple[Array, Array]:
+        """The first heads' latents [M, heads, latent] in float64, and how far off they may be before they are stored."""
+        live = self.live[..., None]
+        m = np.where(live, self.maxima, -np.inf)[:, :, :heads].astype(np.float64)
+        if wgmma:
+            m = m * np.log(2)
+        scale = np.exp(m - m.max(axis=1, keepdims=True))
+        parts = scale[..., None] * np.where(live[..., None], self.values, 0)[:, :, :heads]
+        total = (scale * np.where(live, self.sums, 0)[:, :, :heads]).sum(axis=1)[..., None]
+        expected = parts.sum(axis=1) / total
+        spread = np.where(np.isfinite(m), m.max(axis=1, keepdims=True) - m, 0)[..., None]
+        relative = tolerances.probabilities(np.zeros(1), spread, m.shape[1])
+        return expected, (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
+
+
+def drawn_parts(bench: Bench, wgmma: bool) -> Parts:
+    """Splits with maxima far apart; NaN where a row has none."""
     p, most = bench.p, max(bench.tokens)
-    wgmma = bench.kernel.template != "mla_combine.cu.j2"
-    twin = bench.decode_twin
-    heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
-    splits = 68 if wgmma else 4  # more than it makes weights for at a time
+    splits = 68 if wgmma else 4  # more than a kernel makes weights for at a time
     positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
     edges = [0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0)), p.splits.begin(splits - 1)]
     positions[: len(edges)] = edges[:most]
@@ -335,33 +353,67 @@ def check_combine(bench: Bench) -> None:
         values = values.astype(numpy_dtype("bf16"))
     for array in (maxima, sums, values):
         array[~live] = np.nan
+    return Parts(positions, live, values, maxima, sums)
+
+
+@for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2", "mla_combine_rows.cu.j2"])
+def check_combine(bench: Bench) -> None:
+    """Split results joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""
+    p, most = bench.p, max(bench.tokens)
+    wgmma = bench.kernel.template != "mla_combine.cu.j2"
+    twin = bench.decode_twin
+    heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
+    parts = drawn_parts(bench, wgmma)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
-        partial = [values[rows], maxima[rows], sums[rows]]
-        if wgmma:
-            partial = [to_fragments(values[rows]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
-        inputs = [bench.input(array) for array in (positions[rows], *partial)]
+        inputs = [bench.input(array) for array in parts.inputs(rows, wgmma)]
         every_head = {1: heads // 8 * p.kv_lora // 64 if wgmma else heads}
         if twin and not kernel:
             every_head = {0: heads // 8}
+        splits = parts.live.shape[1]
         bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid=every_head, kernel=kernel)
         got = split_guard(bench, "output", bench.read(output), count)
         bench.findings.untouched("output of other heads", got[:, heads:])
         return {"output": got[:, :heads]}
 
-    m = np.where(live[..., None], maxima, -np.inf)[:, :, :heads].astype(np.float64)
-    if wgmma:
-        m = m * np.log(2)
-    scale = np.exp(m - m.max(axis=1, keepdims=True))
-    parts = scale[..., None] * np.where(live[..., None, None], values, 0)[:, :, :heads]
-    total = (scale * np.where(live[..., None], sums, 0)[:, :, :heads]).sum(axis=1)[..., None]
-    expected = parts.sum(axis=1) / total
-    spread = np.where(np.isfinite(m), m.max(axis=1, keepdims=True) - m, 0)[..., None]
-    relative = tolerances.probabilities(np.zeros(1), spread, splits)
-    error = (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
+    expected, error = parts.joined(heads, wgmma)
     check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})
     if twin:
         every = np.arange(most)
         bench.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])
+
+
+@for_template(CHECKS, ["combine_and_heads.cu.j2"])
+def check_combine_and_heads(bench: Bench) -> None:
+    """y[m, h] = W[h] x[m, h], where x are split results joined; the bits are those of the two kernels that it stands for."""
+    p, most = bench.p, max(bench.tokens)
+    heads = bench.few(p.heads // 8) * 8  # as many as the kernel that joins splits takes at a time
+    parts = drawn_parts(bench, wgmma=True)
+    w = bench.random("f32", heads, p.rows, p.kv_lora, scale=p.kv_lora**-0.5).astype(numpy_dtype("bf16"))
+    packed, combine, linear = pack_mma_a(w), bench.plan.kernel(p.combine), bench.plan.kernel(p.linear)
+
+    def run(rows: NDArray[np.int64], alone: bool = True) -> dict[str, Array]:
+        count, splits = len(rows), parts.live.shape[1]
+        inputs = [bench.integer(count), *(bench.input(array) for array in parts.inputs(rows, wgmma=True))]
+        weight, y = bench.input(packed), bench.poisoned("bf16", guard(count), p.heads, p.rows)
+        if alone:
+            bench.launch(*inputs, weight, y, splits, count, tokens=count, grid={0: heads})
+        else:
+            latent = bench.poisoned("bf16", guard(count), p.heads, p.kv_lora)
+            bench.launch(*inputs, latent, splits, tokens=count, grid={1: heads // 8 * p.kv_lora // 64}, kernel=combine)
+            bench.launch(inputs[0], latent, weight, y, tokens=count, grid={2: heads}, kernel=linear)
+        got = split_guard(bench, "y", bench.read(y), count)
+        bench.findings.untouched("y of other heads", got[:, heads:])
+        return {"y": got[:, :heads]}
+
+    x, off = parts.joined(heads, wgmma=True)
+    off = off + tolerances.stored(x, "bf16")
+    values, error = np.empty((2, most, heads, p.rows))
+    for head in range(heads):
+        values[:, head] = ops.linear(x[:, head], w[head])
+        error[:, head] = ops.linear(off[:, head], np.abs(w[head])) + tolerances.dot(tolerances.terms_norm(x[:, head], w[head]), p.kv_lora)
+    check_rows(bench, run, {"y": (values, error + tolerances.EPS32 * np.abs(values) + tolerances.stored(values, "bf16"))})
+    every = np.arange(most)
+    bench.findings.same_bits(f"y of {combine.name} and {linear.name}", run(every)["y"], run(every, alone=False)["y"])

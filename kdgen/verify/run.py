@@ -19,7 +19,7 @@ from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import mma_obstacles, unsent
-from kdgen.plan.params import PeerSumNorm
+from kdgen.plan.params import CombineAndHeads, PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
@@ -130,8 +130,13 @@ def _plans_of(spec: Spec, compute: Compute) -> list[Plan]:
 
 def own_and_decode(special: Plan, plan: Plan) -> Plan:
     """``special`` with the kernels alone that ``plan`` does not have, and those whose bits these must give."""
-    own = own_kernels(special, plan).kernels
-    return replace(special, kernels=tuple(each for each in special.kernels if each in own or twin_of(each, own)))
+    return replace(special, kernels=with_those_held_to(special.kernels, own_kernels(special, plan).kernels))
+
+
+def with_those_held_to(kernels: Sequence[Kernel], wanted: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """``wanted`` and, of ``kernels``, those whose bits these must give: for few rows, or in launches of their own."""
+    joined = {name for each in wanted if isinstance(each.params, CombineAndHeads) for name in (each.params.combine, each.params.linear)}
+    return tuple(each for each in kernels if each in wanted or twin_of(each, wanted) or each.name in joined)
 
 
 def _title(spec: Spec, plan: Plan) -> str:
@@ -267,7 +272,7 @@ def shared_plans(spec: Spec, plan: Plan) -> list[Plan]:
     known = [kernel for special in plan.special for kernel in special.kernels]
     for special in shared.special:
         own = tuple(each for each in own_kernels(special, shared).kernels if each not in known and not is_twin(each))
-        found.append(replace(special, kernels=own))
+        found.append(replace(special, kernels=with_those_held_to(special.kernels, own)))
     return found
 
 

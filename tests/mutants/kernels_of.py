@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from kdgen.backends import open_backend
 from kdgen.plan.ir import Kernel
-from kdgen.plan.tiled import twin_of
 from kdgen.spec import load_spec
 from kdgen.verify import run
 from kdgen.verify.report import Check
@@ -26,8 +25,7 @@ def first_failure(template: str) -> Check | None:
         return [(spec, dataclasses.replace(plan, kernels=wanted_of(plan.kernels))) for spec, plan in plans]
 
     def wanted_of(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
-        wanted = [kernel for kernel in kernels if kernel.template in {template, *ALWAYS}]
-        return tuple(kernel for kernel in kernels if kernel in wanted or twin_of(kernel, wanted))
+        return run.with_those_held_to(kernels, [kernel for kernel in kernels if kernel.template in {template, *ALWAYS}])
 
     specs = [load_spec(name) for name in run.DEFAULT_SPECS]
     plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))

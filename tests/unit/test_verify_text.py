@@ -53,8 +53,9 @@ def test_what_is_read_before_the_wait_is_old(program: str) -> None:
     assert any(found.startswith("mla_attention reads row_path before it waits") for found in early), (
         "the embedding starts the others too early"
     )
-    assert problems("mla_combine", wait, f"const float early = *split_max; {wait}") == [
-        f"mla_combine reads split_max before it waits for the kernel before it, and in {program} it may be new"
+    combine = "mla_combine" if program == "prefill" else "mla_combine_and_w_uv"
+    assert problems(combine, wait, f"const float early = *split_max; {wait}") == [
+        f"{combine} reads split_max before it waits for the kernel before it, and in {program} it may be new"
     ]
     if program != "prefill":  # whose experts are other kernels
         begins = f"{wait}\n  allow_next_kernel();"

@@ -206,6 +206,10 @@ EMU_UNCHECKED static inline void send_to_cluster(T* shared, T value, u64*, EMU_H
   EMU_TOUCH(shared, 4, true, emu_context->lane->index, line);
   *shared = value;
 }
+EMU_UNCHECKED static inline void send_each_to_cluster(u32* shared, u32 value, u64*, EMU_HERE) {
+  EMU_TOUCH(shared, 4, true, emu_context->lane->index, line);
+  *shared = value;
+}
 static inline void wait_for_cluster(u64*, EMU_HERE) { emu_sync_block(line); }
 
 // ---- ranks ----------------------------------------------------------------

@@ -384,6 +384,21 @@ __device__ __forceinline__ void send_to_cluster(float* shared, float value, u64*
 __device__ __forceinline__ void send_to_cluster(int* shared, int value, u64* arrived) {
   send_to_cluster(reinterpret_cast<u32*>(shared), (u32)value, arrived);
 }
+// the same of each lane, to its own place
+__device__ __forceinline__ void send_each_to_cluster(u32* shared, u32 value, u64* arrived) {
+  const u32 blocks = blocks_of_cluster();
+  if (blocks == 1) *shared = value;
+#if __CUDA_ARCH__ >= 900
+  if (blocks == 1) return;
+#pragma unroll 1
+  for (u32 block = 0; block < blocks; ++block)
+    asm volatile(
+        "{\n.reg .u32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 barrier, %1, %3;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %2, [barrier];\n}" ::"r"(shared_address(shared)),
+        "r"(shared_address(arrived)), "r"(value), "r"(block)
+        : "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_cluster(u64* arrived) {
   if (blocks_of_cluster() == 1) {
     __syncthreads();
