@@ -243,7 +243,7 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     for name, array in zip(("split_values", "split_max", "split_sum"), outputs, strict=True):
         got = bench.read(array)
         if wgmma:
-            got = from_fragments(got) if array is values else got.transpose(0, 2, 1)
+            got = in_pieces(got) if array is values else got.transpose(0, 2, 1)
         bench.findings.untouched(f"{name} of splits that a row does not have", got[~live])
         bench.findings.untouched(f"{name} of other heads", got[:, :, heads:])
         # the number of splits follows from the longest row; what every launch may have
@@ -254,15 +254,10 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     return results[0], results[1], results[2]
 
 
-def from_fragments(values: Array) -> Array:
-    """[…, heads, latent] as mla_attention_wgmma stores it, in the usual order: of each 32 columns, 4 pieces have a pair of every 8."""
+def in_pieces(values: Array) -> Array:
+    """[…, latent] as mla_attention_wgmma stores it, or back: of each 32 columns, the 4 pieces of 16 bytes have a pair of every 8 each."""
     pieces = values.reshape(*values.shape[:-1], -1, 4, 4, 2)
     return pieces.swapaxes(-3, -2).reshape(values.shape)
-
-
-def to_fragments(values: Array) -> Array:
-    """The inverse of ``from_fragments``, and the same: it exchanges two axes of 4."""
-    return from_fragments(values)
 
 
 def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
@@ -320,7 +315,7 @@ class Parts:
         """The kernels' inputs for chosen rows."""
         partial = [self.values[rows], self.maxima[rows], self.sums[rows]]
         if wgmma:
-            partial = [to_fragments(partial[0]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
+            partial = [in_pieces(partial[0]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
         return [self.positions[rows], *partial]
 
     def joined(self, heads: int, wgmma: bool) -> tuple[Array, Array]:
