@@ -566,7 +566,7 @@ TEMPLATES = [
         ("columns of the groups exchanged", "joined[c][lane / 16]", "joined[c][1 - lane / 16]"),
         ("a head's columns in a lane's order", "[lane / 16][pair / 4][from]", "[lane / 16][pair % 4][head * 4 + pair / 4]"),
         ("no barrier before the weights are used", "= all_sum;\n    __syncthreads();", "= all_sum;"),
-        ("no barrier before weights are made anew", "    if (chunk > 0) __syncthreads();", "    ", "checker"),
+        ("no barrier before weights are made anew", "    if (chunk > 0) __syncthreads();", "    "),
         ("no barrier before the classes are joined", "value[2 * w + 1]);\n  __syncthreads();", "value[2 * w + 1]);"),
         ("one token row too many", "token_row < *num_tokens ?", "token_row <= *num_tokens ?"),
     ),
