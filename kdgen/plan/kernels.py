@@ -736,7 +736,7 @@ class Catalogue:
             name=name, experts=s.n_routed_experts or 0, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
             token_tiles=EXPERT_TOKEN_TILES, side_by_side=2 if ring.stage_steps % 2 == 0 else 1, even=EVEN_ASSIGNMENTS,
             more_cost=MORE_COST, reading_cost=READING_COST, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
-            x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, lists_are_old=name == "experts_down",
+            x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, inputs_are_old=gated,
             weight_comment=comment,
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)

@@ -373,7 +373,7 @@ class ExpertsMma:
     int4: bool
     out: CType
     gated: bool
-    lists_are_old: bool
+    inputs_are_old: bool
     weight_comment: str
 
 

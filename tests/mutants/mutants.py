@@ -233,11 +233,11 @@ TEMPLATES = [
         ),
         (
             "lists are read before they are there",
-            "    lists.active_end[i] = active_end[i];\n  }\n  __syncthreads();",
-            "    lists.active_end[i] = active_end[i];\n  }",
+            "    lists.active_end[i] = __ldcg(active_end + i);\n  }\n  __syncthreads();",
+            "    lists.active_end[i] = __ldcg(active_end + i);\n  }",
             "checker",
         ),
-        ("lists end with the first expert's tokens", "lists.active_end[i] = active_end[i];", "lists.active_end[i] = active_end[0];"),
+        ("lists end with the first expert's tokens", "__ldcg(active_end + i)", "__ldcg(active_end)"),
         ("reads the slot that is filled", "return ring[slot];", "return ring[(slot + SLOTS - 1) % SLOTS];"),
         ("a tile is read once for any number of tokens", "|| ++reading == readings)", "|| true)"),
         ("the tile beside is the neighbouring group's", "two ? GROUPS * TILE_BYTES - part", "two ? TILE_BYTES - part"),
@@ -280,8 +280,13 @@ TEMPLATES = [
         "linear_and_choice",
         ("a warp chooses for one row alone", "row += linear::WARPS", "row += rows"),
         ("warps share their scores", "mine->scores[warp]", "mine->scores[0]", "checker"),
-        ("no barrier before the lists", "  __syncthreads();\n  lists::", "  lists::"),
-        ("every tile of tokens chooses for all", "  if (blockIdx.y > 0) return;\n", "", "checker"),
+        ("no barrier before the lists", "      __syncthreads();\n      lists::", "      lists::"),
+        ("every tile of tokens chooses for all", "if (blockIdx.y == 0) {", "if (true) {", "checker"),
+        (
+            "experts start before their lists are there",
+            "  const bool chooses = blockIdx.x == 0;",
+            "  allow_next_kernel();\n  const bool chooses = blockIdx.x == 0;",
+        ),
         ("the last block's row tiles are left out", "gridDim.x - 1)", "gridDim.x)"),
     ),
     *_in(
@@ -601,6 +606,7 @@ TEMPLATES = [
         ("a token's last expert is not grouped", "total = *num_tokens * TOP_K;", "total = *num_tokens * (TOP_K - 1);"),
         ("assignments of an expert in another order", "__popc(lanes & ((1u << lane) - 1))", "__popc(lanes >> lane >> 1)"),
         ("places are read after they were taken", "place[expert] : 0;\n  __syncwarp();\n", "place[expert] : 0;\n"),
+        ("experts start before their lists are there", "  wait_for_previous_kernel();\n", "  begin_after_previous_kernel();\n"),
         ("only an expert's low bits are compared", "bit < EXPERTS; bit *= 2", "bit < EXPERTS / 2; bit *= 2"),
     ),
     *_in(

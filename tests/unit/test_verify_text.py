@@ -58,9 +58,9 @@ def test_what_is_read_before_the_wait_is_old(program: str) -> None:
         f"{combine} reads split_max before it waits for the kernel before it, and in {program} it may be new"
     ]
     if program != "prefill":  # whose experts are other kernels
-        begins = f"{wait}\n  allow_next_kernel();"
-        early = problems("experts_gate_up", begins, "begin_after_previous_kernel();")
-        assert f"experts_down reads num_active before it waits for the kernel before it, and in {program} it may be new" in early
+        chooses = "  const bool chooses = blockIdx.x == 0;"
+        early = problems("shared_down_proj_and_choice", chooses, f"  allow_next_kernel();\n{chooses}")
+        assert f"experts_gate_up reads num_active before it waits for the kernel before it, and in {program} it may be new" in early
 
 
 @pytest.mark.parametrize("sender", ["embed_to_ranks", "o_proj_to_ranks"])
