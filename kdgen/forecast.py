@@ -17,7 +17,7 @@ from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.placement import Placement, placements
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
-from kdgen.plan.kernels import COMBINE_BESIDE
+from kdgen.plan.kernels import COMBINE_BESIDE, QUERIES
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
 from kdgen.plan.params import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
@@ -29,7 +29,7 @@ _PARTS = (
     ("routed experts", ("experts_", "router", "moe_")),
     ("shared experts", ("shared_",)),
     ("dense MLPs", ("gate_up_proj", "down_proj")),
-    ("attention projections", ("q_proj", "kv_a_proj", "q_a_kv_a_proj", "q_b_proj", "w_uk", "w_uv", COMBINE_BESIDE, "o_proj")),
+    ("attention projections", ("q_proj", "kv_a_proj", "q_a_kv_a_proj", "q_b_proj", QUERIES, "w_uk", "w_uv", COMBINE_BESIDE, "o_proj")),
     ("attention over the cache", ("mla_", "rope_cache")),
     ("embedding and logits", ("embed", "lm_head", "argmax", "sample")),
     ("drafter's features", ("draft_",)),
@@ -224,7 +224,7 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
     program = plan.program("decode" if rows == 1 else "verify")
     kernels = {kernel.name: kernel for kernel in plan.kernels}
     launched: dict[str, int] = {}
-    for launch, _ in program.launches():
+    for launch, _ in program.launches(plan.without(rows)):
         launched[launch.kernel] = launched.get(launch.kernel, 0) + 1
     hit = experts_hit(spec, rows)
     moved: dict[str, tuple[int, int]] = {}

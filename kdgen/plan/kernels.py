@@ -168,6 +168,12 @@ HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
 HELD_STEPS = 16  # of a warp's weights, 4 registers each
 FEW = "_few"  #: suffix of a layer's kernel for few rows
 CACHE_BESIDE = "rmsnorm_q_a_and_cache"
+QUERIES = "queries_and_cache"
+#: Token rows up to which their queries and cache rows are made in one launch.
+QUERY_ROWS = 16
+#: Blocks that the heads of such a launch are divided among, if they can be: nearly one for each of an H200's multiprocessors.
+QUERY_BLOCKS = 128
+QUERY_SLOTS = 2  #: stages of a warp's weights in shared memory
 COMBINE_BESIDE = "mla_combine_and_w_uv"
 #: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
 #: tests cross them.
@@ -184,6 +190,36 @@ def holds_heads(spec: Spec, mode: Mode) -> bool:
 def caches_beside(spec: Spec, mode: Mode) -> bool:
     """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
     return holds_heads(spec, mode) and spec.q_lora_rank is not None
+
+
+@dataclass(frozen=True)
+class QueryBlocks:
+    """How queries of up to QUERY_ROWS rows are made in one launch: the blocks and warps of a head, and how each warp reads its weights,
+    one slot of its ring after the other."""
+
+    cluster: int  #: blocks of a head
+    groups: int  #: of warps, of a block
+    stage_steps: int
+    slot: int  #: 512 bytes, of a stage
+    smem: int  #: of a block
+
+
+def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
+    """None where queries take several launches: their heads, two blocks each, would not take up the whole GPU, or more; or the shapes do
+    not fit. Stages of 3 steps and 2 slots, 72 KiB and 144 KiB of a block's shared memory at K2.6's width, read as fast as more and more.
+    """
+    rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
+    if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
+        return None
+    warps, token_tiles = _mma_warps(rank), QUERY_ROWS // 8
+    groups, steps = max(1, min(16 // warps, query_tiles // (2 * cluster))), rank // 16 // warps
+    tiles, latent_tiles = -(-query_tiles // (cluster * groups)), -(-(spec.kv_lora_rank // 16) // (cluster * groups * warps))
+    stage_steps = next(n for n in (3, 2, 1) if steps % n == 0)
+    slot = max(tiles * max(stage_steps, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
+    rows = QUERY_ROWS * (rank + 16 + spec.qk_head_dim + 16) * 2
+    smem = groups * warps * QUERY_SLOTS * (slot * 512 + 8) + rows + 8
+    fits = smem <= WGMMA_SMEM_LIMIT and steps // stage_steps >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
+    return QueryBlocks(cluster, groups, stage_steps, slot, smem) if fits else None
 
 
 #: Most ranks whose sums few rows have in one launch with the norm behind them, to which every rank sends all of its part, 57 KB a row of
@@ -375,6 +411,8 @@ class Catalogue:
         absorb, values, o_proj = self.attention_linears()[-3:]
         if holds_heads(spec, self.mode):
             found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
+        if blocks := query_blocks(spec, self.mode):
+            found.append(self._queries(blocks))
         found += [*self._row_groups(), self._attention(), self._combine(), self._linear(values)]
         if combines_beside(spec, self.mode):
             found.append(self._combine_and_heads(values))
@@ -531,6 +569,26 @@ class Catalogue:
         turned = 2 * layer.batch * s.qk_rope_head_dim * self.mode.act_bytes if rotates else 0
         summary = f"{layer.summary}, for few rows" + ("; beside it, queries' rotary parts" if rotates else "")
         return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary)
+
+    def _queries(self, blocks: QueryBlocks) -> Kernel:
+        """All between the projection of hidden rows and attention, of a few rows. One cluster more than heads writes cache rows."""
+        s, beside = self.spec, self._norm_and_cache()
+        q_b, absorb = (self._linear(layer) for layer in self.attention_linears()[1:3])
+        linear, heads = cast(params.LinearMma, q_b.params), cast(params.LinearMma, absorb.params)
+        rows = cast(params.NormAndCache, beside.params)
+        p = params.QueriesAndCache(
+            name=QUERIES, norm=replace(rows.norm, by_warp=True), cache=replace(rows.cache, by_warp=True), beside=beside.name,
+            q_b=q_b.name, w_uk=absorb.name, heads=s.num_attention_heads, nope=s.qk_nope_head_dim, rope=s.qk_rope_head_dim,
+            latent=s.kv_lora_rank, cols=linear.cols, warps=linear.warps, cluster=blocks.cluster, groups=blocks.groups,
+            stage_steps=blocks.stage_steps, slots=QUERY_SLOTS, slot=blocks.slot, splits=heads.warps, max_tokens=QUERY_ROWS,
+            smem_comment=f"{blocks.smem} bytes, of the 227 KiB that sm_90a has",
+        )  # fmt: skip
+        cost, width = beside.cost + q_b.cost + absorb.cost, self.mode.act_bytes
+        inside = 2 * width * (p.cols + p.heads * p.nope)  # what goes from one to the next goes through no memory
+        cost = replace(cost, bytes_per_token=cost.bytes_per_token - inside)
+        summary = f"{beside.summary}; {q_b.summary}; {absorb.summary}; queries' rotary parts; of up to {QUERY_ROWS} rows"
+        block, grid = blocks.cluster * blocks.groups * p.warps * 32, (Extent(p.heads + 1), ONE, ONE)
+        return Kernel(p.name, "queries_and_cache.cu.j2", p, block, grid, blocks.smem, cost, summary, cluster=p.cluster)
 
     def _norm_q_a(self) -> Kernel:
         return self._norm("rmsnorm_q_a", self.spec.q_lora_rank or 0, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)

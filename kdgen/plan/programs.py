@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, RowKind, Stage
 from kdgen.plan.kernels import (
     ATTENTION_ROWS,
     CACHE_BESIDE,
@@ -19,6 +19,7 @@ from kdgen.plan.kernels import (
     COMBINE_BESIDE,
     FEW,
     NORMED,
+    QUERIES,
     ROUTER_BESIDE,
     SENT,
     WGMMA_TILE,
@@ -30,6 +31,7 @@ from kdgen.plan.kernels import (
     has_bf16_router,
     holds_heads,
     norms_sums,
+    query_blocks,
     routes_beside,
     top_k_parts,
 )  # fmt: skip
@@ -429,7 +431,13 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
             capacity,
         )
         *inputs, target = absorb.args
-        queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
+        apart: tuple[Launch, ...] = (cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target))
+        if query_blocks(spec, mode):
+            rows, weights = cache.args[:5], (layer_weight("q_b_proj"), layer_weight("w_uk_absorb"))
+            joined = launch(QUERIES, *rows, *gains, *weights, *tables, KV_CACHE, buffer("query"), capacity)
+            many: RowKind = "many"
+            apart = replace(joined, rows="few"), *(replace(each, rows=many) for each in apart)
+        queries = queries[0], *apart
     norm = _norm(layer_weight("post_attention_layernorm"))
     joins = few and combines_beside(spec, mode)
     attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None, joins)]

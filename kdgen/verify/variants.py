@@ -44,8 +44,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "draft": _DRAFT | {"hidden_size": 128, "intermediate_size": 64}, **_GROUPS,
     },
     "tiny-wgmma": {
-        "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 64,
-        "q_lora_rank": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 256, "n_routed_experts": 40,
+        "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 16, "hidden_size": 64,
+        "q_lora_rank": 192, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 256, "n_routed_experts": 40,
         "n_shared_experts": 0, "vocab_size": 128, "rope_scaling": _YARN,
     },
     "tiny-wgmma-8": {
