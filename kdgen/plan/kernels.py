@@ -205,8 +205,11 @@ class QueryBlocks:
 
 
 def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
-    """None where queries take several launches: their heads, two blocks each, would not take up the whole GPU, or more; or the shapes do
-    not fit. Stages of 3 steps and 2 slots, 72 KiB and 144 KiB of a block's shared memory at K2.6's width, read as fast as more and more.
+    """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
+
+    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk in a row (2026-11-30), three launches or one: 1 row 14.9 or 13.2, 8 rows 16.5
+    or 14.2, 16 rows 19.1 or 17.4, 32 rows 25 or 31 in two readings. With the norm and the cache rows in a launch of their own 8 rows take
+    15.7. Slots of 3 steps are as good as larger ones.
     """
     rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
     if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
