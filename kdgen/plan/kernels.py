@@ -121,9 +121,28 @@ def wgmma_group(spec: Spec) -> int:
     return max(1, WGMMA_TILE // spec.num_attention_heads)
 
 
+def wgmma_blocks(spec: Spec) -> int:
+    """Most blocks of an attention launch for each tile of a row's heads."""
+    return max(1, WGMMA_BLOCKS[spec.kv_lora_rank] // max(1, spec.num_attention_heads // WGMMA_TILE))
+
+
+def attention_visits(spec: Spec) -> int:
+    """Most rows, or groups of them and their rows, that a block of an attention launch visits. More blocks than rows need may be left
+    over, which visit no more rows than this.
+    """
+    group = wgmma_group(spec)
+    groups = -(-ATTENTION_ROWS[spec.kv_lora_rank] // group)
+    return max(8, -(-groups // wgmma_blocks(spec)) * (group + 1 if group > 1 else 1))
+
+
+def share_bytes(spec: Spec) -> int:
+    """Of what attention_shares tells the blocks of one launch."""
+    return wgmma_blocks(spec) * (1 + 2 * attention_visits(spec)) * 16
+
+
 def wgmma_smem(spec: Spec) -> int:
-    """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 13 barriers."""
-    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 128 * (64 + 8) + 4 * WGMMA_TILE * 4 + 18 * 8
+    """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 22 barriers."""
+    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 128 * (64 + 8) + 4 * WGMMA_TILE * 4 + 22 * 8
 
 
 def attention_splits(spec: Spec, mode: Mode) -> Splits:
@@ -416,7 +435,7 @@ class Catalogue:
             found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
         if blocks := query_blocks(spec, self.mode):
             found.append(self._queries(blocks))
-        found += [*self._row_groups(), self._attention(), self._combine(), self._linear(values)]
+        found += [*self._shares(), self._attention(), self._combine(), self._linear(values)]
         if combines_beside(spec, self.mode):
             found.append(self._combine_and_heads(values))
         elif holds_heads(spec, self.mode):
@@ -623,15 +642,13 @@ class Catalogue:
         split = self.splits.shortest
         splits = Extent(per_context=split)
         if self.mode.wgmma:
-            smem, head_tiles, group = wgmma_smem(s), max(1, heads // WGMMA_TILE), wgmma_group(s)
+            smem, head_tiles, blocks = wgmma_smem(s), max(1, heads // WGMMA_TILE), self._attention_blocks()
             p = params.MlaAttentionWgmma(
-                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=group,
-                start_keys=WGMMA_START_KEYS if group > 1 else 0,
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=wgmma_group(s),
+                visits=attention_visits(s),
                 scale_log2=s.softmax_scale * math.log2(math.e), act="bf16", tiled=True,
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
-            # as many blocks as splits would leave some block two of them, for shares are of keys
-            blocks = Extent(times=2, per_tokens=1, per_context=split, cap=max(1, WGMMA_BLOCKS[latent] // head_tiles))
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, (blocks, Extent(head_tiles), ONE), smem, cost, summary)
         if not self.fast:
             generic = params.MlaAttentionF32(
@@ -648,11 +665,24 @@ class Catalogue:
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
         return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
 
-    def _row_groups(self) -> tuple[Kernel, ...]:
+    def _attention_blocks(self) -> Extent:
+        """Of a launch on wgmma: as many as splits would leave some block two of them, for shares are of keys."""
+        return Extent(times=2, per_tokens=1, per_context=self.splits.shortest, cap=wgmma_blocks(self.spec))
+
+    def _shares(self) -> tuple[Kernel, ...]:
+        """What goes before attention on wgmma, once a step."""
         if not self.mode.wgmma:
             return ()
-        p = params.RowGroups("row_groups", ATTENTION_ROWS[self.spec.kv_lora_rank])
-        return (Kernel("row_groups", "row_groups.cu.j2", p, 32, (ONE, ONE, ONE), 0, Cost(), "token rows of each attention launch"),)
+        group = wgmma_group(self.spec)
+        rows = params.RowGroups("row_groups", ATTENTION_ROWS[self.spec.kv_lora_rank])
+        shares = params.AttentionShares(
+            "attention_shares", self.splits, group, WGMMA_START_KEYS if group > 1 else 0, attention_visits(self.spec)
+        )
+        grid = (self._attention_blocks(), ONE, ONE)
+        return (
+            Kernel("row_groups", "row_groups.cu.j2", rows, 32, (ONE, ONE, ONE), 0, Cost(), "token rows of each attention launch"),
+            Kernel("attention_shares", "attention_shares.cu.j2", shares, 32, grid, 0, Cost(), "rows and splits of each attention block"),
+        )
 
     def _combine(self) -> Kernel:
         s = self.spec

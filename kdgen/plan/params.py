@@ -240,7 +240,7 @@ class MlaAttentionWgmma:
     max_path: int
     splits: Splits
     group: int
-    start_keys: int
+    visits: int
     scale_log2: float
     act: CType
     tiled: bool
@@ -304,6 +304,15 @@ class CombineAndHeads:
     def apart(self) -> tuple[str, ...]:
         """The kernels that do a part each."""
         return self.combine, self.linear
+
+
+@dataclass(frozen=True)
+class AttentionShares:
+    name: str
+    splits: Splits
+    group: int
+    start_keys: int
+    visits: int
 
 
 @dataclass(frozen=True)

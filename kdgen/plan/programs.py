@@ -33,6 +33,7 @@ from kdgen.plan.kernels import (
     norms_sums,
     query_blocks,
     routes_beside,
+    share_bytes,
     top_k_parts,
 )  # fmt: skip
 from kdgen.plan.shard import Shard, part_of
@@ -109,6 +110,8 @@ def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buff
     ]
     if rows > group:
         found.append(work("group_rows", "i32", -(-rows // group)))
+    if mode.wgmma:
+        found.append(work("attention_shares", "i32", -(-rows // group), share_bytes(spec) // 4))
     if spec.q_lora_rank is not None:
         found.append(work("q_a", act, rows, spec.q_lora_rank))
     if spec.first_k_dense_replace:
@@ -333,6 +336,8 @@ def _forward(
     dense, moe = spec.first_k_dense_replace, spec.moe_layers
     if groups > 1:
         start = (*start, launch("row_groups", *_buffers("num_tokens group_rows"), integer(groups)))
+    if mode.wgmma:
+        start = (*start, *(_shares(spec, mode, limits, group if groups > 1 else None) for group in range(groups)))
     head = launch("lm_head", *_buffers("num_tokens hidden"), weight("lm_head"), buffer("logits"))
     norm, last = _norm(layer_weight("input_layernorm")), spec.num_hidden_layers - 1
     layers = []
@@ -449,11 +454,9 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
     return *queries, *attend, *(() if joins else (values,)), *out
 
 
-def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None, joins: bool) -> tuple[Launch, Launch]:
-    """Attention of a group of rows, or of all (None), and the joining of its splits, which w_uv is in one launch with if ``joins``."""
-    rows, splits = attention_rows(spec, mode, limits), integer(max_splits(spec, mode, limits))
-    count = buffer("num_tokens") if group is None else Arg("buffer", "group_rows", 4 * group)
-    head_bytes = spec.num_attention_heads * (2 if mode.compute == "bf16" else 4)
+def _of_group(spec: Spec, mode: Mode, limits: Limits, group: int | None, names: str) -> tuple[Arg, ...]:
+    """Buffers from the first row of a group of rows on, or of all (None); ``count``: how many rows those are."""
+    rows, head_bytes = attention_rows(spec, mode, limits), spec.num_attention_heads * (2 if mode.compute == "bf16" else 4)
     row_bytes = {
         "row_path": 4 * MAX_PATH,
         "query": head_bytes * spec.cache_row_dim,
@@ -461,16 +464,34 @@ def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None, joins: bo
         "attention": head_bytes * spec.v_head_dim,
     }
 
-    def of_group(names: str) -> tuple[Arg, ...]:
-        return tuple(Arg("buffer", name, (group or 0) * rows * row_bytes.get(name, 4)) for name in names.split())
+    def at(name: str) -> Arg:
+        if name == "count":
+            return buffer("num_tokens") if group is None else Arg("buffer", "group_rows", 4 * group)
+        if name == "attention_shares":
+            return Arg("buffer", name, (group or 0) * share_bytes(spec))
+        return Arg("buffer", name, (group or 0) * rows * row_bytes.get(name, 4))
 
-    parts = _buffers("split_values split_max split_sum")
-    seen = of_group("row_sequence row_position row_prefix row_path query")
-    attend = launch("mla_attention", count, *seen, KV_CACHE, *parts, integer(cache_slots(mode, limits)), splits)
-    joined, most = (count, *of_group("row_position"), *parts), integer(limits.max_rows - (group or 0) * rows)
+    return tuple(map(at, names.split()))
+
+
+def _shares(spec: Spec, mode: Mode, limits: Limits, group: int | None) -> Launch:
+    """What each block of ``_attend``'s attention does, where it is told."""
+    args = _of_group(spec, mode, limits, group, "count row_sequence row_position row_prefix attention_shares")
+    return launch("attention_shares", *args, integer((group or 0) * attention_rows(spec, mode, limits)))
+
+
+def _attend(spec: Spec, mode: Mode, limits: Limits, group: int | None, joins: bool) -> tuple[Launch, Launch]:
+    """Attention of a group of rows, or of all (None), and the joining of its splits, which w_uv is in one launch with if ``joins``."""
+    splits, parts = integer(max_splits(spec, mode, limits)), _buffers("split_values split_max split_sum")
+    rows = "attention_shares" if mode.wgmma else "count row_sequence row_position row_prefix"
+    seen = _of_group(spec, mode, limits, group, f"{rows} row_path query")
+    attend = launch("mla_attention", *seen, KV_CACHE, *parts, integer(cache_slots(mode, limits)), splits)
+    joined = (*_of_group(spec, mode, limits, group, "count row_position"), *parts)
+    target = _of_group(spec, mode, limits, group, "attention" if joins else "latent")
     if joins:
-        return attend, launch(COMBINE_BESIDE, *joined, layer_weight("w_uv_absorb"), *of_group("attention"), splits, most)
-    return attend, launch("mla_combine", *joined, *of_group("latent"), splits)
+        most = integer(limits.max_rows - (group or 0) * attention_rows(spec, mode, limits))
+        return attend, launch(COMBINE_BESIDE, *joined, layer_weight("w_uv_absorb"), *target, splits, most)
+    return attend, launch("mla_combine", *joined, *target, splits)
 
 
 def _dense_mlp(limits: Limits, shard: Shard) -> tuple[Launch, ...]:

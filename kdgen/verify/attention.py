@@ -13,6 +13,7 @@ from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, cache_input, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows
+from kdgen.verify.shares import drawn_shares, grouped_rows
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
@@ -132,42 +133,13 @@ def check_attention(bench: Bench) -> None:
             bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
     if bench.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
         _check_groups(bench, heads)
-    elif bench.kernel.template == "mla_attention_wgmma.cu.j2" and not bench.sliced:
-        _check_left_over_blocks(bench, heads)
-
-
-def _check_left_over_blocks(bench: Bench, heads: int) -> None:
-    """Three rows for four blocks, of which the fourth has last splits: of rows where they are short, and not of the one where it is not."""
-    p, positions = bench.p, np.array([385, 449, 699], np.int32)
-    keys = bench.random(bench.act, 3, 700, p.row)
-    query = bench.random(bench.act, 3, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
-    chain = _chain(query, positions, keys)
-    got = _attend(bench, chain, heads)
-    _compare_attention(bench, got, chain, heads)
-    for each in range(3):
-        alone = _attend(bench, chain.chosen(np.array([each])), heads)
-        for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), alone, got, strict=True):
-            mine = ours.shape[1]  # fewer splits than the longest row's
-            bench.findings.same_bits(f"{output} of long row {each} alone", ours, theirs[each : each + 1, :mine])
 
 
 def _check_groups(bench: Bench, heads: int) -> None:
     """Rows whose heads share tiles, as runs and trees of few sequences have them: against float64, and by bits as each row alone."""
     p, longest = bench.p, max(LONG_CONTEXTS)
-    group, bound = np.arange(p.group), p.splits.begin(p.splits.of(longest - 1))
-    nodes = np.arange(2 * p.group - 1)  # so many rows fill a group wherever they begin
-    # runs that fill a group, whose first rows see whole splits and nothing else, or a key less; rows in falling order; a tree of two
-    # branches; a run that fills none
-    length = bound + 3
-    falling = np.linspace(longest - 1, 0, p.group)
-    places = [bound - 1 + group, bound - 2 + group, falling, length + (nodes + 1) // 2, longest - 3 + np.arange(3)]
-    sequences = np.repeat(np.arange(5, dtype=np.int32), [len(each) for each in places])
-    positions = np.concatenate(places).astype(np.int32)
+    sequences, positions, prefixes, paths = grouped_rows(p, longest)
     most = len(positions)
-    prefixes, paths = positions + 1, np.full((most, MAX_PATH), 1 << 20, np.int32)
-    for node, row in enumerate(np.flatnonzero(sequences == 3)):  # node n is behind n - 2, nodes 1 and 2 behind the root
-        depth = int(positions[row]) - length
-        prefixes[row], paths[row, : depth + 1] = length, [0, *range(node - 2 * depth + 2, node + 1, 2)]
     query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
     together = Rows(query, sequences, positions, prefixes, paths, bench.random(bench.act, 5, longest + MAX_NODES, p.row))
     got = _attend(bench, together, heads)
@@ -230,10 +202,13 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
     values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
-    meta = [bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes, rows.paths)]
+    if wgmma:
+        seen = [bench.input(drawn_shares(bench, rows.sequences, rows.positions, rows.prefixes))]
+    else:
+        seen = [bench.integer(count), *(bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes))]
     cache = cache_input(bench, rows.cache)
     bench.launch(
-        bench.integer(count), *meta, bench.input(rows.query), cache, *outputs, cache.shape[1], splits,
+        *seen, bench.input(rows.paths), bench.input(rows.query), cache, *outputs, cache.shape[1], splits,
         tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
     )  # fmt: skip
     live = np.zeros((guard(count), splits), bool)

@@ -16,12 +16,13 @@ from kdgen.errors import BackendError
 from kdgen.plan.ir import Kernel, Plan
 from kdgen.render import Rendered, render
 from kdgen.spec import Spec
-from kdgen.verify import attention, dense, drafts, experts, heads, joins, sampling, trees
+from kdgen.verify import attention, dense, drafts, experts, heads, joins, sampling, shares, trees
 from kdgen.verify.bench import TOKENS, Bench, Registry, Size, Skip
 
 CHECKS: Registry = {
     **dense.CHECKS,
     **attention.CHECKS,
+    **shares.CHECKS,
     **heads.CHECKS,
     **experts.CHECKS,
     **trees.CHECKS,

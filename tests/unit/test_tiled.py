@@ -59,12 +59,17 @@ def test_attention_goes_through_rows_in_groups() -> None:
     rows = ATTENTION_ROWS[512]
     plan = build_plan(load_spec("k26"), "bf16", Limits(4 * rows - 1, 4096)).on("sm_90a")
     assert plan.buffer("split_values").shape[0] == rows and plan.buffer("group_rows").shape == (4,)
-    first = [launch for launch, layer in plan.program("prefill").launches() if layer == 0 and launch.kernel == "mla_attention"]
-    assert [launch.args[0].value for launch in first[:4]] == [0, 4, 8, 12]
     spec = load_spec("k26")
-    assert [launch.args[5].value for launch in first[:4]] == [
-        i * rows * spec.num_attention_heads * spec.cache_row_dim * 2 for i in range(4)
-    ]
+    launches = [launch for launch, layer in plan.program("prefill").launches() if layer == 0]
+    places = {
+        name: [[arg.value for arg in launch.args if arg.name in buffers.split()] for launch in launches if launch.kernel == name][:4]
+        for name, buffers in (("attention_shares", "group_rows row_position attention_shares"), ("mla_attention", "attention_shares query"))
+    }
+    query, share = spec.num_attention_heads * spec.cache_row_dim * 2, plan.buffer("attention_shares").shape[1] * 4
+    assert places["attention_shares"] == [[4 * i, 4 * i * rows, i * share] for i in range(4)]
+    assert places["mla_attention"] == [[i * share, i * rows * query] for i in range(4)]
+    shares = [launch.args[-1].value for launch in launches if launch.kernel == "attention_shares"]
+    assert shares == [0, rows, 2 * rows, 3 * rows], "rows of the step before each launch's"
     for name in ("decode", "verify"):
         assert not any(launch.kernel == "row_groups" for launch, _ in plan.program(name).launches())
 
