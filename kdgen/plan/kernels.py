@@ -33,6 +33,12 @@ TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more
 #: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
 #: and lm_head, 1 or 4 tiles (2026-11-30): 16 rows 40 or 33, 679 or 553; 32 rows 68 or 37, 1,189 or 604; for 8 rows and fewer 1 to 3 % more.
 TILES_TOGETHER = 4
+#: Tokens from which on a dense layer's inputs are loaded by lines. H200, a step of K2.6 cut to 5 layers, µs, by fragments or lines
+#: (2026-11-30): 1 row 1,444 or 1,459, 5 rows 2,059 or 2,044, 8 rows 2,568 or 2,527.
+LINES_FROM = 4
+CHUNK_STEPS = 4  # of 8 tokens' inputs that are loaded together: whole lines of 128 bytes
+CHUNKS_AHEAD = 3  # of them, on their way; with 2 or 4, or the loop over them unrolled, a step takes the same or 10 µs more
+ROUTER_CHUNKS_AHEAD = 4  # beside weights in registers; with 2 the layer takes the same, with 7 registers spill
 GENERIC_TOKENS = 8
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
 #: as another delay. By the bandwidth and the delay that kdgen.gpus has of NVLink; not measured.
@@ -379,14 +385,6 @@ def _held_steps(steps: int, most: int) -> int:
     return next(held for held in range(min(steps, most), 0, -1) if steps % held == 0)
 
 
-def _x_in_registers(warps: int, warp_steps: int, row_tiles: int) -> bool:
-    """Whether a warp's inputs of 8 tokens, 2 registers a step, fit beside what the kernel needs anyhow, and serve so many row tiles that
-    loading all of them before the first pays. H200, 8 rows, held or loaded on the way (2026-11-30): q_a_kv_a_proj, 132 tiles of 28 steps,
-    12.5 or 9.5 µs; shared gate_up and router, 256 tiles, 22.1 or 20.8; o_proj, 448 tiles of 32 steps, 35 or 40.
-    """
-    return warp_steps <= (32 if warps == 16 else 8) and row_tiles >= 12 * warp_steps
-
-
 @dataclass(frozen=True)
 class Linear:
     """A dense layer, before it is decided which kernel runs it."""
@@ -535,12 +533,13 @@ class Catalogue:
         warps = _mma_warps(layer.cols)
         warp_steps, row_tiles = layer.cols // 16 // warps, -(-layer.rows // 16)
         ring = _dense_ring(warp_steps)
+        chunk = math.gcd(warp_steps, CHUNK_STEPS)
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
             together=TILES_TOGETHER if self.rows_are_old else 1, stage_steps=ring.stage_steps, slots=ring.slots,
             smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
-            x_in_registers=_x_in_registers(warps, warp_steps, row_tiles * layer.batch), rows_are_old=self.rows_are_old, out=out,
+            chunk_steps=chunk, chunks_ahead=CHUNKS_AHEAD, lines_from=LINES_FROM, rows_are_old=self.rows_are_old, out=out,
             gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
@@ -766,8 +765,11 @@ class Catalogue:
         router = self._router_logits()
         logits = cast(params.RouterLogitsMma, router.params)
         steps = logits.hidden // 16 // logits.warps  # all of them, where there are registers: they are on their way before it waits
-        logits = replace(logits, held_steps=_held_steps(steps, 28 if logits.warps >= 8 else 12))
-        p = params.LinearAndRouter(ROUTER_BESIDE, cast(params.LinearMma, gate_up.params), logits)
+        held = _held_steps(steps, 28 if logits.warps >= 8 else 12)
+        chunk = math.gcd(held, CHUNK_STEPS)
+        ahead = min(ROUTER_CHUNKS_AHEAD, steps // chunk)
+        phase = params.RouterPhase(logits.hidden, logits.experts, logits.warps, held, logits.max_tokens, chunk, ahead)
+        p = params.LinearAndRouter(ROUTER_BESIDE, cast(params.LinearMma, gate_up.params), phase)
         summary = f"{gate_up.summary}; beside it, {router.summary}"
         return replace(gate_up, name=p.name, template="linear_and_router.cu.j2", params=p, cost=gate_up.cost + router.cost, summary=summary)
 

@@ -84,7 +84,9 @@ class LinearMma:
     slots: int
     smem_comment: str
     blocks_per_sm: int
-    x_in_registers: bool
+    chunk_steps: int
+    chunks_ahead: int
+    lines_from: int
     rows_are_old: bool
     out: CType
     gated: bool
@@ -343,10 +345,23 @@ class RouterLogitsMma:
 
 
 @dataclass(frozen=True)
+class RouterPhase:
+    """The same as a phase of a kernel for few rows."""
+
+    hidden: int
+    experts: int
+    warps: int
+    held_steps: int
+    max_tokens: int
+    chunk_steps: int
+    chunks_ahead: int
+
+
+@dataclass(frozen=True)
 class LinearAndRouter:
     name: str
     linear: LinearMma
-    router: RouterLogitsMma
+    router: RouterPhase
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ POISON = 0xFF  #: every byte of memory that a kernel has yet to write: NaN as a 
 GUARD_ROWS = 2  #: poisoned rows behind the last that a kernel may write
 SURPLUS_ROWS = 33  #: token rows that a grid is too large by: more than a tile
 SLICE_TILES = 2  #: row tiles, heads, experts or layers of a slice
-TOKENS = (1, 7, 8, 9, 33)  #: around the tiles of 8 and 32 tokens
+TOKENS = (1, 3, 7, 8, 9, 33)  #: few, and around the tiles of 8 and 32 tokens
 
 
 class Skip(Exception):
