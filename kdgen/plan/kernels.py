@@ -198,7 +198,7 @@ QUERIES = "queries_and_cache"
 QUERY_ROWS = 16
 #: Blocks that the heads of such a launch are divided among, if they can be: nearly one for each of an H200's multiprocessors.
 QUERY_BLOCKS = 128
-QUERY_SLOTS = 2  #: stages of a warp's weights in shared memory
+QUERY_STAGE_STEPS, QUERY_SLOTS = 1, 2  #: MMA steps of a stage of a warp's weights, and stages in shared memory
 COMBINE_BESIDE = "mla_combine_and_w_uv"
 #: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
 #: tests cross them.
@@ -224,7 +224,6 @@ class QueryBlocks:
 
     cluster: int  #: blocks of a head
     groups: int  #: of warps, of a block
-    stage_steps: int
     slot: int  #: 512 bytes, of a stage
     smem: int  #: of a block
 
@@ -232,9 +231,9 @@ class QueryBlocks:
 def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
     """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
 
-    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk in a row (2026-11-30), three launches or one: 1 row 14.9 or 13.2, 8 rows 16.5
-    or 14.2, 16 rows 19.1 or 17.4, 32 rows 25 or 31 in two readings. With the norm and the cache rows in a launch of their own 8 rows take
-    15.7. Slots of 3 steps are as good as larger ones.
+    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 as one. With stages of 3
+    steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. 32 rows took 25 as three launches, 31 as one
+    that reads the weights twice.
     """
     rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
     if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
@@ -242,12 +241,11 @@ def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
     warps, token_tiles = _mma_warps(rank), QUERY_ROWS // 8
     groups, steps = max(1, min(16 // warps, query_tiles // (2 * cluster))), rank // 16 // warps
     tiles, latent_tiles = -(-query_tiles // (cluster * groups)), -(-(spec.kv_lora_rank // 16) // (cluster * groups * warps))
-    stage_steps = next(n for n in (3, 2, 1) if steps % n == 0)
-    slot = max(tiles * max(stage_steps, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
+    slot = max(tiles * max(QUERY_STAGE_STEPS, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
     rows = QUERY_ROWS * (rank + 16 + spec.qk_head_dim + 16) * 2
     smem = groups * warps * QUERY_SLOTS * (slot * 512 + 8) + rows + 8
-    fits = smem <= WGMMA_SMEM_LIMIT and steps // stage_steps >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
-    return QueryBlocks(cluster, groups, stage_steps, slot, smem) if fits else None
+    fits = smem <= WGMMA_SMEM_LIMIT and steps // QUERY_STAGE_STEPS >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
+    return QueryBlocks(cluster, groups, slot, smem) if fits else None
 
 
 #: Most ranks whose sums few rows have in one launch with the norm behind them, to which every rank sends all of its part, 57 KB a row of
@@ -601,7 +599,7 @@ class Catalogue:
             name=QUERIES, norm=replace(rows.norm, by_warp=True), cache=replace(rows.cache, by_warp=True), beside=beside.name,
             q_b=q_b.name, w_uk=absorb.name, heads=s.num_attention_heads, nope=s.qk_nope_head_dim, rope=s.qk_rope_head_dim,
             latent=s.kv_lora_rank, cols=linear.cols, warps=linear.warps, cluster=blocks.cluster, groups=blocks.groups,
-            stage_steps=blocks.stage_steps, slots=QUERY_SLOTS, slot=blocks.slot, splits=heads.warps, max_tokens=QUERY_ROWS,
+            stage_steps=QUERY_STAGE_STEPS, slots=QUERY_SLOTS, slot=blocks.slot, splits=heads.warps, max_tokens=QUERY_ROWS,
             smem_comment=f"{blocks.smem} bytes, of the 227 KiB that sm_90a has",
         )  # fmt: skip
         cost, width = beside.cost + q_b.cost + absorb.cost, self.mode.act_bytes

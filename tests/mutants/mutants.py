@@ -745,7 +745,7 @@ TEMPLATES = [
         ),
         ("the sums of a lane's threads joined first", "square_sum += warp_sum(sum);", "square_sum = warp_sum(square_sum / 32 + sum);"),
         ("a lane sums behind the row's end", "if ((w * 32 + lane) * VECTOR < WIDTH) sum", "if (w * 32 * VECTOR < WIDTH) sum"),
-        ("a vector's first gain for all of a lane's", "* gains.values[v]", "* gains.values[0]"),
+        ("a vector's first gain for all of a lane's", "* gain[w].values[v]", "* gain[w].values[0]"),
     ),
     *_in(
         "rope_cache",
@@ -791,11 +791,6 @@ TEMPLATES = [
         ("stages overlap", "+ stage * STAGE_STEPS) * 32", "+ stage) * 32"),
         ("warps take their neighbours' tiles of w_uk", "latent + j * CLUSTER_WARPS * TILE", "latent + j * TILE"),
         ("a slot is read before it is filled again", "stage / SLOTS % 2", "0"),
-        (
-            "row tiles of the other block",
-            "% BLOCK_WARPS / WARPS * CLUSTER + cluster_warp() / BLOCK_WARPS",
-            "% BLOCK_WARPS / WARPS + cluster_warp() / BLOCK_WARPS * (GROUPS / CLUSTER)",
-        ),
         ("one group has a tile too many", "tiles_each(ROWS / 16 - first, UNITS)", "tiles_each(ROWS / 16, UNITS)"),
     ),
     *_in(
@@ -808,6 +803,7 @@ TEMPLATES = [
             "weights written over before all lanes have read them",
             "    __syncwarp();  // all lanes have read what is written over now\n",
             "",
+            "checker",
         ),
         ("queries read before all blocks' have come", "  wait_for_cluster(&shared->arrived);\n", ""),
         ("a split of w_uk's inputs is left out", "split < SPLITS; ++split", "split < SPLITS - (SPLITS > 1); ++split"),
@@ -816,7 +812,7 @@ TEMPLATES = [
         ("queries turned by the first row's position", "row_position[m] * cache::HALF", "row_position[0] * cache::HALF"),
         ("nodes of one depth share a slot", "row_slot[row]);", "row_position[row]);"),
         ("the query's columns for the latent", " + cache::KV_A_OFFSET,", ","),
-        ("columns beyond the last row count", "shared->x[m < count ? m : 0]", "shared->x[m]"),
+        ("columns beyond the last row count", "shared->x[m < count ? m : 0]", "shared->x[m]", "checker"),
         ("the first eight tokens' queries again", "shared->q + first, count", "shared->q, count"),
         (
             "the last warp's sum is left out",
