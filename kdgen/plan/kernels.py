@@ -231,9 +231,8 @@ class QueryBlocks:
 def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
     """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
 
-    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 as one. With stages of 3
-    steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. 32 rows took 25 as three launches and 31 as
-    one that reads the weights twice.
+    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 to 16.0 as one. With
+    stages of 3 steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. docs/measurements.md has more.
     """
     rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
     if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
