@@ -15,7 +15,6 @@ constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_g
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
-constexpr bool HAS_OFFSETS = false;
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.

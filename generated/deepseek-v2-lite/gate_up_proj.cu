@@ -7,6 +7,53 @@
 #include "primitives.cuh"
 
 namespace gate_up_proj {
+// Inputs of 8 tokens as B fragments, CHUNK_STEPS MMA steps at a time. Lanes load pieces of 16 bytes that lie side by
+// side in a row, whole lines of 128 bytes where there are 4 steps, and get their fragments, pieces of 8 bytes of 8
+// rows, by way of shared memory: a load of fragments would ask for 8 lines and use a quarter of each.
+template <int CHUNK_STEPS, int STRIDE>
+struct Lines {
+  static constexpr int PIECES = CHUNK_STEPS * 2;    // of a row
+  static constexpr int TURNED = 8 * PIECES;         // pieces that there must be room for, of a warp
+  static constexpr int LOADS = (TURNED + 31) / 32;  // of a lane
+  const bf16* x;
+  uint4* turned;
+  int x_at[LOADS];
+  struct Chunk {
+    uint4 pieces[LOADS];
+  };
+
+  // x: the first of the warp's inputs of the first of `count` tokens; columns beyond the last count for nothing
+  __device__ __forceinline__ Lines(const bf16* x, int count, uint4* turned) : x(x), turned(turned) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int at = i * 32 + threadIdx.x % 32, m = at / PIECES;
+      x_at[i] = (m < count ? m : 0) * STRIDE + at % PIECES * 8;
+    }
+  }
+  __device__ __forceinline__ void load(Chunk& to, int chunk) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+      to.pieces[i] = *reinterpret_cast<const uint4*>(x + x_at[i] + chunk * CHUNK_STEPS * 16);
+  }
+  // Where a row's piece lies: neither lanes of a row nor those of four rows are in each other's way.
+  static __device__ __forceinline__ int place(int row, int piece) {
+    return row * PIECES + (piece ^ (row * CHUNK_STEPS / 4 % CHUNK_STEPS * 2));
+  }
+  __device__ __forceinline__ void turn(const Chunk& from, uint2 (&fragments)[CHUNK_STEPS]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int at = i * 32 + lane, row = at / PIECES;
+      if (row < 8) turned[place(row, at % PIECES)] = from.pieces[i];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < CHUNK_STEPS; ++s)
+      fragments[s] = reinterpret_cast<const uint2*>(turned + place(lane / 4, s * 2 + lane % 4 / 2))[lane % 2];
+    __syncwarp();  // before the next chunk comes to where this one is
+  }
+};
+
 constexpr int ROWS = 21888;  // outputs
 constexpr int COLS = 2048;   // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
@@ -15,9 +62,10 @@ constexpr int Y_STRIDE = 10944, Y_BATCH_STRIDE = 0;
 constexpr int WARPS = 8;        // split the inputs; depends on the shape alone, so a row's bits do too
 constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;                // stages of a warp's ring: 4096 bytes a warp
-constexpr bool X_IN_REGISTERS = false;  // the inputs of 8 tokens, while rows come and go
-constexpr int MAX_TOKENS = 32;          // of one reading of the weights
+constexpr int SLOTS = 4;                          // stages of a warp's ring: 4096 bytes a warp
+constexpr int LINES_FROM = 4;                     // tokens from which on inputs are loaded by lines
+constexpr int CHUNK_STEPS = 4, CHUNKS_AHEAD = 3;  // of 8 tokens' inputs, and how many are on their way
+constexpr int MAX_TOKENS = 32;                    // of one reading of the weights
 constexpr int TOGETHER = 4;  // row tiles of a block that a reading of the inputs of more than 8 tokens is for
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
@@ -27,10 +75,16 @@ static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages
 // permuted so that a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9
 // are inputs 4t .. 4t+3.
 // A tile holds 8 gate rows and their 8 up rows, so a lane has both halves of a SwiGLU.
+constexpr int SUMS = MAX_TOKENS / 8;
 struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
-  float partial[MAX_TOKENS / 8][WARPS][4]
-               [32];  // of MAX_TOKENS / 8 row tiles with 8 tokens each, or of fewer with more
+  union {
+    float partial[SUMS][WARPS][4][32];  // of a row tile with MAX_TOKENS, or of several with fewer
+    struct {                            // of two with 8 tokens, and warps' inputs on their way to lanes
+      float of_few[SUMS / 2][WARPS][4][32];
+      uint4 turned[WARPS][SUMS / 2 * 32];
+    };
+  };
 };
 
 // Few tokens' inputs stay in registers or L1, and weights come more evenly one tile after the other.
@@ -49,9 +103,10 @@ struct Stream {
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
+      const u64 once = read_once();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
-        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, true);
+        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
       const u32 next_tile = stride * STEPS * 32;
       if (++place < SIDE_BY_SIDE && tile + place * stride < row_tiles) {
         source += next_tile;
@@ -123,14 +178,90 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// All of the block's row tiles for up to TILES * 8 tokens.
+// A warp's inputs of up to 8 tokens as B fragments, GROUP_STEPS steps at a time, through all steps and again from the
+// first: of LINES_FROM tokens and more by lines. Fewer have few lines anyhow, and need no way through shared memory.
+struct AsFragments {
+  static constexpr int GROUP_STEPS = CHUNK_STEPS < WARP_STEPS ? CHUNK_STEPS : STAGE_STEPS;
+  const bf16* x;
+  uint2 ahead[GROUP_STEPS];
+
+  __device__ __forceinline__ AsFragments(Shared*, const bf16* x, int count) {
+    const int m = threadIdx.x % 32 / 4;
+    this->x = x + (m < count ? m : 0) * X_STRIDE +
+              threadIdx.x % 4 * 4;  // columns beyond the last count for nothing
+    load(0);
+  }
+  __device__ __forceinline__ void load(int group) {
+#pragma unroll
+    for (int s = 0; s < GROUP_STEPS; ++s)
+      ahead[s] = *reinterpret_cast<const uint2*>(x + (group * GROUP_STEPS + s) * 16);
+  }
+  __device__ __forceinline__ void next(uint2 (&now)[GROUP_STEPS], int group) {
+#pragma unroll
+    for (int s = 0; s < GROUP_STEPS; ++s) now[s] = ahead[s];
+    load((group + 1) * GROUP_STEPS == WARP_STEPS ? 0 : group + 1);
+  }
+};
+struct ByLines {
+  static constexpr int GROUP_STEPS = CHUNK_STEPS, CHUNKS = WARP_STEPS / CHUNK_STEPS;
+  static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && WARP_STEPS % CHUNK_STEPS == 0, "whole chunks");
+  using Rows = Lines<CHUNK_STEPS, X_STRIDE>;
+  static_assert(sizeof(Shared::turned[0]) >= Rows::TURNED * sizeof(uint4), "room to turn inputs");
+  Rows rows;
+  Rows::Chunk ahead[CHUNKS_AHEAD];
+
+  __device__ __forceinline__ ByLines(Shared* shared, const bf16* x, int count)
+      : rows(x, count, shared->turned[threadIdx.x / 32]) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS_AHEAD; ++chunk) rows.load(ahead[chunk], chunk % CHUNKS);
+  }
+  __device__ __forceinline__ void next(uint2 (&now)[GROUP_STEPS], int group) {
+    rows.turn(ahead[0], now);
+#pragma unroll
+    for (int chunk = 1; chunk < CHUNKS_AHEAD; ++chunk) ahead[chunk - 1] = ahead[chunk];
+    rows.load(ahead[CHUNKS_AHEAD - 1], (group + CHUNKS_AHEAD) % CHUNKS);
+  }
+};
+
+// All of the block's row tiles for up to 8 tokens, one after the other.
+template <class Inputs>
+__device__ __forceinline__ void multiply_few(Shared* shared, Stream& weights, const bf16* x, int count,
+                                             bf16* y) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int BUFFERS = SUMS / 2;  // of partial sums
+  Inputs inputs(shared, x, count);
+  int buffer = 0;
+  for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
+    float sum[4] = {};
+#pragma unroll 1  // code that is run once is slow to come, too
+    for (int group = 0; group < WARP_STEPS / Inputs::GROUP_STEPS; ++group) {
+      uint2 now[Inputs::GROUP_STEPS];
+      inputs.next(now, group);
+#pragma unroll
+      for (int s = 0; s < Inputs::GROUP_STEPS; s += STAGE_STEPS) {
+        const uint4* fragments = weights.template next<1>();
+#pragma unroll
+        for (int i = 0; i < STAGE_STEPS; ++i) {
+          const uint4 four = fragments[i * 32];
+          const u32 a[4] = {four.x, four.y, four.z, four.w}, b[2] = {now[s + i].x, now[s + i].y};
+          mma_m16n8k16_bf16(sum, a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) shared->of_few[buffer][warp][i][lane] = sum[i];
+    __syncthreads();
+    store_tile<1>(shared->of_few + buffer, row_tile, count, y);
+    buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+  }
+}
+
+// All of the block's row tiles for up to TILES * 8 tokens, which are more than 8.
 template <int TILES>
 __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const bf16* x, int count, bf16* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int BUFFERS = MAX_TOKENS / 8 / TILES;  // of partial sums, one after the other
+  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, one after the other
   constexpr int SIDE_BY_SIDE = tiles_together(TILES * 8);
-  constexpr int HELD_STEPS =
-      X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : STAGE_STEPS;  // of inputs, in registers
   x += lane % 4 * 4;
   int x_at[TILES];
 #pragma unroll
@@ -138,10 +269,10 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
     const int m = t * 8 + lane / 4;
     x_at[t] = (m < count ? m : 0) * X_STRIDE;  // columns beyond the last count for nothing
   }
-  uint2 inputs[HELD_STEPS][TILES];  // B fragments
+  uint2 inputs[STAGE_STEPS][TILES];  // B fragments, of the next stage
   auto load_inputs = [&](int first_step) {
 #pragma unroll
-    for (int s = 0; s < HELD_STEPS; ++s)
+    for (int s = 0; s < STAGE_STEPS; ++s)
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         inputs[s][t] = *reinterpret_cast<const uint2*>(x + x_at[t] + (first_step + s) * 16);
@@ -169,19 +300,13 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
         }
       }
     };
-    if constexpr (HELD_STEPS == WARP_STEPS) {  // as many as there are: nothing to load
+    for (int stage = 0; stage < WARP_STAGES; ++stage) {
+      uint2 now[STAGE_STEPS][TILES];
 #pragma unroll
-      for (int stage = 0; stage < WARP_STAGES; ++stage) multiply_stage(inputs + stage * STAGE_STEPS);
-    } else {
-      for (int stage = 0; stage < WARP_STAGES; ++stage) {
-        uint2 now[STAGE_STEPS][TILES];
-#pragma unroll
-        for (int i = 0; i < STAGE_STEPS * TILES; ++i)
-          now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
-        load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                    STAGE_STEPS);  // the next stage's, or the next tiles' first
-        multiply_stage(now);
-      }
+      for (int i = 0; i < STAGE_STEPS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
+      load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
+                  STAGE_STEPS);  // the next stage's, or the next tiles' first
+      multiply_stage(now);
     }
 #pragma unroll
     for (int j = 0; j < SIDE_BY_SIDE; ++j) {
@@ -208,12 +333,14 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
        threadIdx.x / 32 * WARP_STEPS * 16;
   y += (size_t)first_token * Y_STRIDE + (size_t)blockIdx.z * Y_BATCH_STRIDE;
-  if (count <= 8)
-    multiply<1>(shared, weights, x, count, y);
+  if (count < LINES_FROM)
+    multiply_few<AsFragments>(shared, weights, x, count, y);
+  else if (count <= 8)
+    multiply_few<ByLines>(shared, weights, x, count, y);
   else if (count <= 16)
     multiply<2>(shared, weights, x, count, y);
   else
-    multiply<MAX_TOKENS / 8>(shared, weights, x, count, y);
+    multiply<SUMS>(shared, weights, x, count, y);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)

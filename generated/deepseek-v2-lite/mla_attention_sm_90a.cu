@@ -2,10 +2,9 @@
 // Spec: deepseek-v2-lite, sha256 f4ca44665247d3fc. Regenerate: kdgen build deepseek-v2-lite
 
 // Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
-// group of them. Blocks share the groups out among them, and the splits of a group by the keys in them. In a block, two
-// warps fill each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make
-// scores and probabilities of every other tile, and half of the value columns of all: one's products run while the
-// other weighs scores.
+// group of them. Which splits of which rows a block visits, attention_shares has said. In a block, two warps fill each of
+// the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and probabilities of
+// every other tile, and half of the value columns of all: one's products run while the other weighs scores.
 // Splits that all rows of a group see whole, in the same cache rows, are visited once for all of them; the others by
 // each row for itself, so that no row's tile holds keys that another one masks.
 // Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
@@ -30,13 +29,12 @@ constexpr int STAGES = 2;  // as many as warpgroups that make scores, so that a 
 constexpr int GROUP = 4;   // token rows of a tile of heads
 constexpr int TILE_HEADS = TILE / GROUP;  // of each of them
 constexpr int HEAD_TILES = HEADS / TILE_HEADS;
-constexpr int START = 256;         // keys that take as long as the start of another tile of heads
 constexpr int HALF = KV_LORA / 2;  // value columns of a warpgroup
 constexpr int HALF_CHUNKS = HALF / TILE;
 constexpr int BLOCK = 384;
 
 typedef bf16 Chunk[TILE][TILE];
-// 231568 bytes, of the 227 KiB that sm_90a has
+// 231600 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   Chunk query[CHUNKS], key[STAGES][CHUNKS];
   // what one warpgroup hands to the other with a tile: a thread's probabilities and sums, and of each of its heads
@@ -45,120 +43,107 @@ struct Shared {
   float rescale[STAGES][TILE], running_max[STAGES][TILE];
   // by the half of the columns; the rotary chunk comes with the half of the warpgroup that reads it
   u64 query_filled[2], filled[STAGES][2], read[STAGES][2];
-  u64 weighed[STAGES][4];  // by warp
+  u64 weighed[STAGES][4],
+      scored[4];  // by warp; `scored`: the first warpgroup has asked for its scores of a tile
 };
 
 // split bounds are absolute positions, the same for every row
-__device__ __forceinline__ int split_of(int position) {
-  if (position >= 65536) return 160 + (position - 65536) / 1024;
-  if (position >= 8192) return 48 + (position - 8192) / 512;
-  if (position >= 4096) return 32 + (position - 4096) / 256;
-  return position / 128;
-}
 __device__ __forceinline__ int split_begin(int split) {
   if (split >= 160) return 65536 + (split - 160) * 1024;
   if (split >= 48) return 8192 + (split - 48) * 512;
   if (split >= 32) return 4096 + (split - 32) * 256;
   return split * 128;
 }
-// Of splits `first` up to the row's last, of `keys` keys, the one whose bound is nearest to `share` of the work.
-__device__ __forceinline__ int split_at(int share, int first, int keys) {
-  const int key = split_begin(first) + share - START;
-  if (share <= START) return first;
-  if (key >= keys) return split_of(keys - 1) + 1;
-  const int split = split_of(key);
-  return key > (split_begin(split) + split_begin(split + 1)) / 2 ? split + 1 : split;
+constexpr int VISITS = 8;              // most of a block
+constexpr int SHARE = 1 + 2 * VISITS;  // pieces of memory: how many visits, and two for each
+// Token rows from `row` on, all of which see the keys of these splits.
+struct Visit {
+  int row, rows, begin_split, end_split;
+  int sequence, prefix, keys, old_keys;  // `keys`: the end of what they see; old: not of this step
+};
+struct Share {
+  const int4* pieces;
+  int visits;  // there is one always, which may be empty
+  Visit first;
+};
+__device__ __forceinline__ Visit read_visit(const int4* pieces, int visit) {
+  const int4 rows = pieces[1 + 2 * visit], seen = pieces[2 + 2 * visit];
+  return {rows.x, rows.y, rows.z, rows.w, seen.x, seen.y, seen.z, seen.w};
 }
-// Blocks are left over when each row has as many as any other. They take rows' last splits, if these hold so few keys
-// that those of a left-over block, a start of each counted as 64, are no more than what another block has: here, of a
-// row with `keys` keys, those that stay with its own blocks.
-__device__ __forceinline__ int own_keys(int keys, int groups, int parts) {
-  const int spare = (int)gridDim.x - groups * parts, last_begin = split_begin(split_of(keys - 1));
-  if (GROUP > 1 || spare <= 0) return keys;
-  const int last_keys = (keys - last_begin + 63) / 64 * 64;
-  return (groups + spare - 1) / spare * (64 + last_keys) <= keys / parts ? last_begin : keys;
+__device__ __forceinline__ Share read_share(const int4* shares) {
+  const int4* pieces = shares + blockIdx.x * SHARE;
+  return {pieces, pieces[0].x, read_visit(pieces, 0)};
 }
-// Calls body(first token row, rows, split, first key, end of keys, whether the rows are others than before).
+// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has to do.
 template <class Body>
-__device__ __forceinline__ void for_splits_of_block(int tokens, const int* row_sequence,
-                                                    const int* row_position, const int* row_prefix,
-                                                    Body body) {
-  const int groups = (tokens + GROUP - 1) / GROUP;
-  const int parts = max(1, (int)gridDim.x / max(1, groups)), part = blockIdx.x % parts;
-  const bool is_spare = GROUP == 1 && blockIdx.x >= groups * parts;
-  const int first_group = is_spare ? blockIdx.x - groups * parts : blockIdx.x / parts;
-  const int step = is_spare ? gridDim.x - groups * parts : gridDim.x / parts;
-  for (int group = first_group; group < groups; group += step) {
-    const int first = group * GROUP, rows = GROUP > 1 ? min(GROUP, tokens - first) : 1;
-    int shared_keys = GROUP > 1 ? row_prefix[first] : 0;
-    for (int row = first + 1; row < first + rows; ++row)
-      shared_keys = row_sequence[row] == row_sequence[first] ? min(shared_keys, row_prefix[row]) : 0;
-    const int shared_splits = split_of(shared_keys);
-    shared_keys = split_begin(shared_splits);
-    auto work_of = [&](int keys) { return keys > 0 ? START + keys : 0; };
-    int work = work_of(shared_keys);
-    for (int row = first; row < first + rows; ++row)
-      work += work_of(own_keys(row_position[row] + 1, groups, parts) - shared_keys);
-    int begin = work * part / parts, end = work * (part + 1) / parts;
+__device__ __forceinline__ void for_splits_of_block(const Share& share, Body body) {
+  Visit visit = share.first;
+  for (int i = 1;; ++i) {
 #pragma unroll 1
-    for (int row = GROUP > 1 ? first - 1 : first; row < first + rows; ++row) {  // all together first
-      const bool together = GROUP > 1 && row < first;
-      const int from = together ? 0 : shared_splits, keys = together ? shared_keys : row_position[row] + 1;
-      const int mine = together ? keys : own_keys(keys, groups, parts),
-                own = work_of(mine - split_begin(from));
-      if (own == 0) continue;
-      int begin_split = split_at(begin, from, mine), end_split = split_at(end, from, mine);
-      if (is_spare) begin_split = split_of(mine - 1) + 1, end_split = split_of(keys - 1) + 1;
-      begin -= own;
-      end -= own;
-      for (int split = begin_split; split < end_split; ++split)
-        body(max(row, first), together ? rows : 1, split, split_begin(split),
-             min(split_begin(split + 1), keys), split == begin_split);
-    }
+    for (int split = visit.begin_split; split < visit.end_split; ++split)
+      body(visit, split, split_begin(split), min(split_begin(split + 1), visit.keys),
+           split == visit.begin_split);
+    if (i >= share.visits) break;
+    visit = read_visit(share.pieces, i);
   }
 }
-
 // Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at the largest score so far, in bfloat16 as
 // the fragments of an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before,
 // are of this thread's two heads; sums are of its own keys.
 __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_max)[2],
                                       float (&running_sum)[2], float (&rescale)[2],
                                       u32 (&probability)[TILE / 16][4]) {
+  float largest[2], new_max[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float largest = negative_infinity();
+    float part[4];  // four chains are done sooner than one
 #pragma unroll
-    for (int j = 0; j < TILE / 4; ++j) largest = fmaxf(largest, score[j / 2 * 4 + i * 2 + j % 2]);
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const float new_max = fmaxf(running_max[i], largest * SCALE);
-    rescale[i] = exp2_or_zero(running_max[i] - new_max);
-    running_max[i] = new_max;
-    running_sum[i] *= rescale[i];
+    for (int j = 0; j < 4; ++j) part[j] = score[j / 2 * 4 + i * 2 + j % 2];
 #pragma unroll
-    for (int j = 0; j < TILE / 8; ++j) {
-      float* pair = score + j * 4 + i * 2;
-      pair[0] = exp2_or_zero(fmaf(pair[0], SCALE, -new_max));
-      pair[1] = exp2_or_zero(fmaf(pair[1], SCALE, -new_max));
+    for (int j = 4; j < TILE / 4; ++j) part[j % 4] = fmaxf(part[j % 4], score[j / 2 * 4 + i * 2 + j % 2]);
+    largest[i] = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+  }
+#pragma unroll
+  for (int offset = 1; offset <= 2; ++offset)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], offset));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    new_max[i] = fmaxf(running_max[i], largest[i] * SCALE);
+    rescale[i] = exp2_or_zero(running_max[i] - new_max[i]);
+    running_max[i] = new_max[i];
+  }
+#pragma unroll
+  for (int j = 0; j < TILE / 2; ++j) score[j] = exp2_or_zero(fmaf(score[j], SCALE, -new_max[j / 2 % 2]));
+  keep_in_place(score);  // all are on their way before the first is used
+#pragma unroll
+  for (int i = 0; i < 2; ++i) running_sum[i] *= rescale[i];
+#pragma unroll
+  for (int j = 0; j < TILE / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* pair = score + j * 4 + i * 2;
       running_sum[i] += pair[0] + pair[1];
       probability[j / 2][j % 2 * 2 + i] = pack_bf16x2(pair[0], pair[1]);
     }
-  }
 }
 
-// A split's values as the combine reads them, rounded to bfloat16: a thread's 16 bytes are 2 columns of each 8 of 32,
-// for one head. `split_values` is the split's of the first of `rows` token rows, each `row_pieces` behind the last.
+// A split's values as the combine reads them, rounded to bfloat16, one head behind the other: a thread's 16 bytes are 2
+// columns of each 8 of 32. `split_values` is the split's of the first of `rows` token rows, each `row_pieces` behind
+// the last.
 __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], int half, uint4* split_values,
                                              int rows, size_t row_pieces) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {  // the fragment's rows 0 .. 7, then 8 .. 15
-    const int eight = threadIdx.x % 128 / 32 * 2 + i, row = eight * 8 / TILE_HEADS;
+    const int head = threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4, row = head / TILE_HEADS;
     if (row >= rows) continue;
-    uint4* out = split_values + row * row_pieces + eight % (TILE_HEADS / 8) * 32 + threadIdx.x % 32;
+    uint4* out = split_values + row * row_pieces + head % TILE_HEADS * (HALF / 4) + half * (HALF / 8) +
+                 threadIdx.x % 4;
 #pragma unroll
     for (int group = 0; group < HALF / 32; ++group) {
       const int at = group * 16 + i * 2;
-      out[(half * (HALF / 32) + group) * (TILE_HEADS * 4)] = make_uint4(
+      out[group * 4] = make_uint4(
           pack_bf16x2(values[at], values[at + 1]), pack_bf16x2(values[at + 4], values[at + 5]),
           pack_bf16x2(values[at + 8], values[at + 9]), pack_bf16x2(values[at + 12], values[at + 13]));
     }
@@ -205,8 +190,7 @@ __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const fl
 
 // What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and its half of all value columns.
 template <int WARPGROUP>
-__device__ __forceinline__ void attend(Shared* shared, int tokens, const int* row_sequence,
-                                       const int* row_position, const int* row_prefix, bf16* split_values,
+__device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16* split_values,
                                        float* split_max, float* split_sum, int max_splits) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, head_tile = blockIdx.y;
   const int first_head = warp * 16 + lane / 4;  // of the tile, and another one 8 behind
@@ -230,8 +214,8 @@ __device__ __forceinline__ void attend(Shared* shared, int tokens, const int* ro
     wgmma_wait(values, probability);
     arrive_as_warp(&shared->read[1 - WARPGROUP][WARPGROUP]);
   };
-  auto attend_split = [&](int token_row, int rows, int split, int first_key, int end_key, bool new_row) {
-    queries += new_row;
+  auto attend_split = [&](const Visit& visit, int split, int first_key, int end_key, bool other_rows) {
+    queries += other_rows;
 #pragma unroll
     for (int i = 0; i < HALF / 2; ++i) values[i] = 0.0f;
     for (int key = first_key; key < end_key; key += TILE, ++tile) {
@@ -245,6 +229,8 @@ __device__ __forceinline__ void attend(Shared* shared, int tokens, const int* ro
       }
       const int stage = WARPGROUP;
       float score[TILE / 2];
+      // its scores of a tile come first, so that it weighs them while tensor cores make the other's
+      if (WARPGROUP == 1) mbarrier_wait(&shared->scored[warp], (tile / STAGES) & 1);
       const u64 heads = wgmma_tile(shared->query, 0), keys = wgmma_tile(shared->key[stage], 0);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -260,6 +246,7 @@ __device__ __forceinline__ void attend(Shared* shared, int tokens, const int* ro
         }
       }
       wgmma_commit();
+      if (WARPGROUP == 0) arrive_as_warp(&shared->scored[warp]);
       wgmma_wait(score);
 
       // softmax state; the sums are of this thread's keys
@@ -312,68 +299,77 @@ __device__ __forceinline__ void attend(Shared* shared, int tokens, const int* ro
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int head = first_head + i * 8;  // rows' heads lie one after another
-        const size_t place = ((size_t)token_row * HEADS + head_tile * TILE + head) * max_splits + split;
-        if (lane % 4 != 0 || head >= rows * TILE_HEADS) continue;
+        const size_t place = ((size_t)visit.row * HEADS + head_tile * TILE + head) * max_splits + split;
+        if (lane % 4 != 0 || head >= visit.rows * TILE_HEADS) continue;
         split_max[place] = running_max[i];
         split_sum[place] = sum;
       }
     }
     constexpr int PIECES = TILE_HEADS * KV_LORA / 8;
-    const size_t part = ((size_t)token_row * max_splits + split) * HEAD_TILES + head_tile;
-    store_values(values, WARPGROUP, reinterpret_cast<uint4*>(split_values) + part * PIECES, rows,
-                 (size_t)max_splits * HEAD_TILES * PIECES);
+    uint4* part = reinterpret_cast<uint4*>(split_values) +
+                  (((size_t)visit.row * max_splits + split) * HEAD_TILES + head_tile) * PIECES;
+    store_values(values, WARPGROUP, part, visit.rows, (size_t)max_splits * HEAD_TILES * PIECES);
   };
-  for_splits_of_block(tokens, row_sequence, row_position, row_prefix, attend_split);
+  for_splits_of_block(share, attend_split);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
-                  const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
+    mla_attention(const int4* shares, const int* row_path, const bf16* query, const bf16* kv_cache,
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
-  if (threadIdx.x < 2) {
-    const int i = threadIdx.x;
-    mbarrier_init(&shared->query_filled[i], STAGES);
-    for (int half = 0; half < 2; ++half) {
-      mbarrier_init(&shared->filled[i][half], 1);
-      mbarrier_init(&shared->read[i][half], 4);
+  const Share share = read_share(shares);  // old, and on its way while barriers are made
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&shared->query_filled[i], STAGES);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_init(&shared->filled[i][half], 1);
+        mbarrier_init(&shared->read[i][half], 4);
+      }
     }
-    for (int warp = 0; warp < 4; ++warp) mbarrier_init(&shared->weighed[i][warp], 1);
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) {
+      mbarrier_init(&shared->weighed[0][warp], 1);
+      mbarrier_init(&shared->weighed[1][warp], 1);
+      mbarrier_init(&shared->scored[warp], 1);
+    }
     fence_for_wgmma();
   }
   __syncthreads();
   allow_next_kernel();
-  const int tokens = *num_tokens;  // old, as the rows' places: the loaders wait for what is not
   // one lane's, so that the compiler knows that it is the same for all of a warp
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   if (warp >= 8) {
-    give_registers_back<56>();
+    give_registers_back<72>();
     const int stage = warp % 4 / 2, half = warp % 2, lane = threadIdx.x % 32;
     const bool rotary = half == stage;
     int tile = 0;
-    auto load = [&](int token_row, int rows, int, int first_key, int end_key, bool new_row) {
-      const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW;
-      const int prefix = row_prefix[token_row];
-      const int* path = row_path + token_row * MAX_PATH;
-      wait_for_previous_kernel();  // for the queries and this step's cache rows
+    auto load = [&](const Visit& visit, int, int first_key, int end_key, bool other_rows) {
+      const bf16* cache = kv_cache + (size_t)visit.sequence * context_capacity * ROW;
+      const int prefix = visit.prefix;
+      const int* path = row_path + visit.row * MAX_PATH;
       bool queries_come = false;
       auto copy_queries = [&] {  // a quarter of them
         // their place is free after the last tile that met the last ones
         if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
-        const bf16* heads = query + ((size_t)token_row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
+        wait_for_previous_kernel();
+        const bf16* heads = query + ((size_t)visit.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
 #pragma unroll 4
         for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
-          copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row, row < rows * TILE_HEADS);
+          copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row,
+                   row < visit.rows * TILE_HEADS);
         queries_come = true;
       };
-      if (new_row && tile % STAGES != stage) copy_queries();
+      if (other_rows && tile % STAGES != stage) copy_queries();
       for (int key = first_key; key < end_key; key += TILE, ++tile) {
         if (tile % STAGES != stage) continue;
         if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
         Chunk* chunks = shared->key[stage];
         u64* filled = &shared->filled[stage][half];
-        if (key + TILE <= min(end_key, prefix)) {  // as it lies in the cache
+        if (key + TILE > visit.old_keys) wait_for_previous_kernel();  // most keys are old
+        if (key + TILE <= min(end_key, prefix)) {                     // as it lies in the cache
           if (lane == 0) {
             const bf16* source = cache + cache_place(key, 0);
             mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
@@ -394,22 +390,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
           }
           announce(filled);
         }
-        if (new_row && key == first_key) copy_queries();
+        if (other_rows && key == first_key) copy_queries();
         if (queries_come) announce(&shared->query_filled[half]);
         queries_come = false;
       }
       if (queries_come) announce(&shared->query_filled[half]);
     };
-    for_splits_of_block(tokens, row_sequence, row_position, row_prefix, load);
+    for_splits_of_block(share, load);
     wait_for_previous_kernel();  // a kernel ends only after the one before it
     return;
   }
-  take_more_registers<224>();
+  take_more_registers<216>();
   if (warp < 4)
-    attend<0>(shared, tokens, row_sequence, row_position, row_prefix, split_values, split_max, split_sum,
-              max_splits);
+    attend<0>(shared, share, split_values, split_max, split_sum, max_splits);
   else
-    attend<1>(shared, tokens, row_sequence, row_position, row_prefix, split_values, split_max, split_sum,
-              max_splits);
+    attend<1>(shared, share, split_values, split_max, split_sum, max_splits);
 }
 }  // namespace mla_attention

@@ -10,7 +10,6 @@
 namespace mla_combine {
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
-constexpr int TILE = 16;  // heads whose values lie together
 constexpr int PIECES = KV_LORA / 8;
 constexpr int GROUPS = 2;                     // of 32 columns
 constexpr int PARTS = KV_LORA / 32 / GROUPS;  // blocks of the same heads
@@ -44,14 +43,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   const int first_group = blockIdx.y % PARTS * GROUPS, group = first_group + warp % GROUPS,
             split_class = warp / GROUPS;
   const uint4* values =
-      reinterpret_cast<const uint4*>(split_values) + (group * (TILE / 8) + first_head % TILE / 8) * 32 + lane;
+      reinterpret_cast<const uint4*>(split_values) + (first_head + lane / 4) * PIECES + group * 4 + lane % 4;
   uint4 part[MINE];
   auto load_parts = [&](int batch) {
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int split = batch + i * CLASSES + split_class;
-      const size_t tile = ((size_t)token_row * max_splits + split) * (HEADS / TILE) + first_head / TILE;
-      part[i] = split < splits ? values[tile * TILE * PIECES] : make_uint4(0, 0, 0, 0);
+      part[i] = split < splits ? values[((size_t)token_row * max_splits + split) * HEADS * PIECES]
+                               : make_uint4(0, 0, 0, 0);
     }
   };
   load_parts(0);

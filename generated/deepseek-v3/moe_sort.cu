@@ -10,10 +10,6 @@ constexpr int EXPERTS = 256;
 constexpr int TOP_K = 8;
 constexpr int BLOCK = 256, WARPS = BLOCK / 32;
 constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // of one expert a thread
-constexpr int
-    CROWD = 8,
-    CROWDED =
-        1 << 16;  // assignments of an expert whose tiles cost more than others; such experts' part of a sum
 
 struct Shared {
   int place[WARPS][EXPERTS];  // how many assignments of an expert a warp has, then where its next one goes
@@ -70,7 +66,7 @@ __device__ __forceinline__ int take_places(int (&place)[EXPERTS], int expert, u3
 extern "C" __global__ void __launch_bounds__(BLOCK)
     moe_sort(const int* num_tokens, const int* topk_experts, int* num_active, int* active_expert,
              int* active_begin, int* active_end, int* assignments) {
-  begin_after_previous_kernel();
+  wait_for_previous_kernel();
   SHARED_ARRAY(Shared, shared, [1]);
   int (*place)[EXPERTS] = shared[0].place;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, total = *num_tokens * TOP_K;
@@ -84,18 +80,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   __syncthreads();
 
-  int active_before = 0, listed_before = 0, crowded = 0;
+  int active_before = 0, listed_before = 0;
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int e = r * BLOCK + threadIdx.x;
     int count = 0;
     for (int w = 0; e < EXPERTS && w < WARPS; ++w) count += place[w][e];
     const int2 listed = block_prefix(count, shared[0].warp_total);
-    const int2 active =
-        block_prefix(count > 0 ? 1 + (count > CROWD) * CROWDED : 0, shared[0].warp_total);  // two sums in one
+    const int2 active = block_prefix(count > 0, shared[0].warp_total);
     int next = listed_before + listed.x;
     if (count > 0) {
-      const int place = active_before + active.x % CROWDED;
+      const int place = active_before + active.x;
       active_expert[place] = e;
       active_begin[place] = next;
       active_end[place] = next + count;
@@ -105,10 +100,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       place[w][e] = next, next += of_warp;
     }
     listed_before += listed.y;
-    active_before += active.y % CROWDED;
-    crowded += active.y / CROWDED;
+    active_before += active.y;
   }
-  if (threadIdx.x == 0) num_active[0] = active_before, num_active[1] = crowded;
+  if (threadIdx.x == 0) *num_active = active_before;
   __syncthreads();
 
   for (int first = begin; first < end; first += 32) {
@@ -117,5 +111,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const int at = take_places(place[warp], expert, lanes);
     if (lanes) assignments[at] = first + lane;
   }
+  __threadfence();
+  __syncthreads();
+  allow_next_kernel();  // not before: experts' kernels read the lists at once
 }
 }  // namespace moe_sort

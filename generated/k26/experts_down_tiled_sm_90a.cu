@@ -15,7 +15,6 @@ constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_d
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // most of a tile
 using Inputs = uint4;       // a lane's part of a group of 32 inputs: two B fragments
-constexpr bool HAS_OFFSETS = true;
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and

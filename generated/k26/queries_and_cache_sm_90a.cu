@@ -24,8 +24,20 @@ struct alignas(sizeof(bf16) * VECTOR) Rounded {
 };
 static_assert(WIDTH % VECTOR == 0 && X_STRIDE % VECTOR == 0, "whole vectors");
 
+__device__ __forceinline__ void load_weights(Vector (&loaded)[WARPS], const float* from) {
+#pragma unroll
+  for (int r = 0; r < WARPS; ++r) {
+    const int i = (r * 32 + threadIdx.x % 32) * VECTOR;
+    if (i >= WIDTH) continue;
+    const uint4 four = load_ahead_16(from + i);
+    const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
+  }
+}
+
 // y = row / sqrt(mean(row^2) + eps) * gain, by one warp in place of a block's, one after the other
-__device__ __forceinline__ void normalise_row(const float* x, const float* gain, bf16* y) {
+__device__ __forceinline__ void normalise_row(const Vector (&gain)[WARPS], const float* x, bf16* y) {
   static_assert(ROUNDS == 1, "a vector a thread");
   const int lane = threadIdx.x % 32;
   Vector row[WARPS];
@@ -48,11 +60,10 @@ __device__ __forceinline__ void normalise_row(const float* x, const float* gain,
   for (int w = 0; w < WARPS; ++w) {
     const int i = (w * 32 + lane) * VECTOR;
     if (i >= WIDTH) continue;
-    const Vector gains = *reinterpret_cast<const Vector*>(gain + i);
     Rounded rounded;
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v)
-      rounded.values[v] = from_float<bf16>(row[w].values[v] * scale * gains.values[v]);
+      rounded.values[v] = from_float<bf16>(row[w].values[v] * scale * gain[w].values[v]);
     *reinterpret_cast<Rounded*>(y + i) = rounded;
   }
 }
@@ -117,7 +128,7 @@ constexpr int WARPS = 8;  // of a group; they split the inputs of its row tiles 
 constexpr int CLUSTER = 2, BLOCK_WARPS = 2 * WARPS;  // blocks of a head, and warps of a block
 constexpr int GROUPS = CLUSTER * 2, CLUSTER_WARPS = CLUSTER * BLOCK_WARPS;
 constexpr int WARP_STEPS = STEPS / WARPS;
-constexpr int STAGE_STEPS = 3,
+constexpr int STAGE_STEPS = 1,
               STAGES = WARP_STEPS / STAGE_STEPS;             // of q_b's weights; w_uk's are one more stage
 constexpr int SPLITS = 2, SPLIT_STEPS = NOPE / 16 / SPLITS;  // of the inputs of w_uk
 constexpr int MAX_TOKENS = 16;
@@ -128,7 +139,7 @@ constexpr int QUERY_TILES = tiles_each(QUERY / 16, GROUPS);           // row til
 constexpr int LATENT_TILES = tiles_each(LATENT / 16, CLUSTER_WARPS);  // of a warp
 constexpr int
     SLOTS = 2,
-    SLOT = 9;  // stages in a warp's ring, and 512 bytes of one: 204040 bytes, of the 227 KiB that sm_90a has
+    SLOT = 8;  // stages in a warp's ring, and 512 bytes of one: 187656 bytes, of the 227 KiB that sm_90a has
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0 && NOPE / 16 % SPLITS == 0,
               "whole stages and splits");
 static_assert(SLOT >= QUERY_TILES * STAGE_STEPS && SLOT >= LATENT_TILES * (NOPE / 16) &&
@@ -302,6 +313,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       tiles_from<LATENT, CLUSTER_WARPS>(first_latent_tile()),
       shared->ring[warp][0][0],
       shared->filled[warp]};
+  norm::Vector gain[norm::WARPS];
+  norm::load_weights(gain, q_a_weight);  // before the others, which take longer
   if (!caches && threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(weights.filled + slot, 1);
     fence_for_wgmma();
@@ -323,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     return;
   }
   for (int row = warp; row < count; row += BLOCK / 32)
-    norm::normalise_row(q_a_kv_a + (size_t)row * norm::X_STRIDE, q_a_weight, shared->x[row]);
+    norm::normalise_row(gain, q_a_kv_a + (size_t)row * norm::X_STRIDE, shared->x[row]);
   __syncthreads();
   if (count <= 8)
     send_queries<1>(shared, weights, count);

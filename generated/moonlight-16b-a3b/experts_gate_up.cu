@@ -7,6 +7,7 @@
 
 namespace experts_gate_up {
 constexpr int ROWS = 2816, COLS = 2048;      // outputs, inputs
+constexpr int EXPERTS = 64;                  // of a layer
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
 constexpr int ASSIGNMENTS_PER_X_ROW = 6;     // TOP_K where x has token rows, 1 where assignments
 constexpr int WARPS = 4;   // split the inputs; depends on the shape alone, so a row's bits do too
@@ -16,7 +17,6 @@ constexpr int MAX_TILES = 2;            // of 8 assignments, computed from one r
 constexpr bool X_IN_REGISTERS = false;  // the inputs of 8 assignments
 constexpr int BLOCKS_PER_SM = 2;        // the registers that this leaves are enough not to spill
 using Inputs = uint2;                   // a lane's part of 16 inputs: a B fragment
-constexpr bool HAS_OFFSETS = false;
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 constexpr bool ODD_COLS = COLS % (PARTS * PART_INPUTS) != 0;  // the last step has a part less
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
@@ -43,7 +43,8 @@ struct Weights {  // of a lane, for a step
 constexpr int SIDE_BY_SIDE = 2;  // row tiles that a reading of more than 8 assignments' inputs is for
 constexpr int STAGE_STEPS = 2;   // steps that a warp copies at a time
 constexpr int SLOTS = 6;         // stages of a warp's ring: 6144 bytes a warp
-constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
+constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS,
+              WARP_INPUTS = WARP_STEPS * PARTS * PART_INPUTS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % SIDE_BY_SIDE == 0,
@@ -56,12 +57,31 @@ struct Shared {  // of a group
                [32];  // of MAX_TILES row tiles with 8 assignments each, or of one with more
 };
 
-// The experts that have tokens, and their tokens' places in `assignments`.
+// The experts that have tokens, and their tokens' places in `assignments`, in shared memory: who begins an expert waits
+// for no other memory than that of its inputs.
 struct Lists {
-  const int *active_expert, *active_begin, *active_end;
+  int active_expert[EXPERTS], active_begin[EXPERTS], active_end[EXPERTS];
 
   __device__ __forceinline__ int count(int active) const { return active_end[active] - active_begin[active]; }
 };
+
+// By all of the block, and not from L1, where old ones may be. What stands behind the last active expert is not used.
+__device__ __forceinline__ void copy_lists(Lists& lists, const int* active_expert, const int* active_begin,
+                                           const int* active_end) {
+  for (int i = threadIdx.x; i < EXPERTS; i += BLOCK) {
+    lists.active_expert[i] = __ldcg(active_expert + i);
+    lists.active_begin[i] = __ldcg(active_begin + i);
+    lists.active_end[i] = __ldcg(active_end + i);
+  }
+  __syncthreads();
+}
+
+// The most assignments that an expert has.
+__device__ __forceinline__ int most_assignments(const Lists& lists, int experts) {
+  u32 most = 0;
+  for (int i = threadIdx.x % 32; i < experts; i += 32) most = max(most, (u32)lists.count(i));
+  return (int)warp_max(most);
+}
 
 // The sum of this lane's value and of those of the lanes before.
 __device__ __forceinline__ int warp_prefix(int value) {
@@ -73,9 +93,12 @@ __device__ __forceinline__ int warp_prefix(int value) {
   return value;
 }
 
-// What a row tile costs for so many assignments, where one with 8 or fewer costs 4.
+// What a row tile costs for so many assignments, in sixteenths of what it does for up to EVEN, whose products take no
+// longer than the weights.
+constexpr int EVEN = 4, MORE_COST = 3, READING_COST = 24;
 __device__ __forceinline__ int tile_cost(int count) {
-  return count <= 8 ? 4 : 6 * ((count + MAX_TILES * 8 - 1) / (MAX_TILES * 8));
+  return count <= 8 ? 16 + MORE_COST * max(count - EVEN, 0)
+                    : READING_COST * ((count + MAX_TILES * 8 - 1) / (MAX_TILES * 8));
 }
 // Of all row tiles, the first of a block's, and the first behind them, by what they cost. A lane sums some experts up.
 __device__ __forceinline__ int2 share_of_block(const Lists& lists, int experts, int row_tiles) {
@@ -122,6 +145,7 @@ struct Stream {
   template <bool CROWDED>
   __device__ __forceinline__ void copy_next(const Lists& lists, unsigned char (*ring)[STAGE_BYTES]) {
     if (tiles_left > 0) {
+      const u64 once = read_once();
       const int part = CROWDED ? this->part : STAGE_BYTES;
       const bool two = part < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
       const int jump = two ? GROUPS * TILE_BYTES - part
@@ -130,7 +154,7 @@ struct Stream {
       for (int c = 0; c < (STAGE_BYTES + 511) / 512; ++c) {
         const int at = (c * 32 + threadIdx.x % 32) * 16;
         if (STAGE_BYTES % 512 == 0 || at < STAGE_BYTES)
-          cp_async_16(ring[slot] + at, source + (at < part ? at : at + jump), true);
+          cp_async_16(ring[slot] + at, source + (at < part ? at : at + jump), once);
       }
       source += part;
       if (++stage == (part == STAGE_BYTES ? WARP_STAGES : WARP_STAGES * SIDE_BY_SIDE)) {
@@ -146,7 +170,7 @@ struct Stream {
       }
     }
     cp_async_commit();
-    slot = (slot + 1) % SLOTS;
+    slot = slot + 1 == SLOTS ? 0 : slot + 1;
   }
   template <bool CROWDED>
   __device__ __forceinline__ const unsigned char* next(const Lists& lists,
@@ -156,6 +180,11 @@ struct Stream {
     copy_next<CROWDED>(lists, ring);
     return ring[slot];  // which comes after the one just filled
   }
+};
+
+struct OfBlock {
+  Shared groups[GROUPS];
+  Lists lists;
 };
 
 // A row tile's silu(gate) * up, from the warps' sums in warp order.
@@ -177,29 +206,44 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
+// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a load whose
+// line L2 has would take longer than a step.
+__device__ __forceinline__ void prefetch_inputs(const bf16* x, const int* assignments, int count) {
+  const int m = threadIdx.x % 32 / 4, first = threadIdx.x / 32 % WARPS * WARP_INPUTS,
+            end = min(first + WARP_INPUTS, COLS);
+  if (m >= count) return;
+  const u32 row = assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS;
+  for (int i = first + threadIdx.x % 4 * 64; i < end; i += 4 * 64) prefetch_line(x + (row + i));
+}
+
 // This warp's sums of row tiles with TILES * 8 assignments.
 template <int TILES>
 struct Columns {
   static constexpr int SIDE = TILES == 1 ? 1 : SIDE_BY_SIDE;
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
-  int x_at[TILES];   // this lane's inputs, or below 0 where there is no assignment
-  u32 minus_136[4];  // a fragment, for INT4
+  const bf16* x;
+  u32 x_at[TILES];    // this lane's inputs of this warp's first step, while there
+  bool there[TILES];  // is an assignment
+  u32 minus_136[4];   // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
   } inputs
       [HELD_STEPS];  // all; or one step's, of more tokens one part's: the next on their way while those are used
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
-      : shared(shared) {
+      : shared(shared), x(x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
+    if (TILES == 1 && HELD_STEPS < WARP_STEPS) prefetch_inputs(x, assignments, count);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const int m = t * 8 + lane / 4;
-      x_at[t] = m < count ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + lane % 4 * (PART_INPUTS / 4) : -1;
+      there[t] = m < count;
+      x_at[t] = assignments[there[t] ? m : 0] / ASSIGNMENTS_PER_X_ROW * COLS + first_input(0, 0) +
+                lane % 4 * (PART_INPUTS / 4);
     }
 #pragma unroll
-    for (int s = 0; s < HELD_STEPS; ++s) load_inputs(x, s, inputs[s]);
+    for (int s = 0; s < HELD_STEPS; ++s) load_inputs(s, inputs[s]);
   }
   static __device__ __forceinline__ int first_input(int step, int part) {
     return ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
@@ -210,19 +254,19 @@ struct Columns {
   static __device__ __forceinline__ int step_after(int step) {
     return step + 1 == WARP_STEPS ? 0 : step + 1;
   }  // or the next tile's first
-  __device__ __forceinline__ void load_part(const bf16* x, int step, int part, Inputs (&to)[TILES]) {
+  __device__ __forceinline__ void load_part(int step, int part, Inputs (&to)[TILES]) {
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
-      to[t] =
-          x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(x + x_at[t] + first_input(step, part)) : Inputs{};
+    for (int t = 0; t < TILES; ++t) {
+      const bf16* from = x + (x_at[t] + step * (PARTS * PART_INPUTS)) + part * PART_INPUTS;
+      to[t] = there[t] ? *reinterpret_cast<const Inputs*>(from) : Inputs{};
+    }
   }
-  __device__ __forceinline__ void load_inputs(const bf16* x, int step, Step& to) {
+  __device__ __forceinline__ void load_inputs(int step, Step& to) {
 #pragma unroll
-    for (int part = 0; part < PARTS && is_there(step, part); ++part) load_part(x, step, part, to.of[part]);
+    for (int part = 0; part < PARTS && is_there(step, part); ++part) load_part(step, part, to.of[part]);
   }
-  template <bool FIRST, bool CROWDED>  // these assignments' first tile; whether an expert has more than 8
-  __device__ __forceinline__ void add_up(float (&sum)[SIDE][TILES][4], Stream& weights, const Lists& lists,
-                                         const bf16* x) {
+  template <bool CROWDED>  // whether an expert has more than 8 assignments
+  __device__ __forceinline__ void add_up(float (&sum)[SIDE][TILES][4], Stream& weights, const Lists& lists) {
     constexpr int STAGE_PART = STAGE_STEPS / SIDE;  // steps of each tile
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
@@ -235,7 +279,7 @@ struct Columns {
         const int step = stage * STAGE_PART + s;
         const Weights only(slot + s * STEP_BYTES, lane);  // where SIDE is 1
         Step now = inputs[step % HELD_STEPS];
-        if (TILES == 1 && HELD_STEPS < WARP_STEPS) load_inputs(x, step_after(step), inputs[0]);
+        if (TILES == 1 && HELD_STEPS < WARP_STEPS) load_inputs(step_after(step), inputs[0]);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
           if (!is_there(step, part)) break;
@@ -243,7 +287,7 @@ struct Columns {
             const bool more = part + 1 < PARTS && is_there(step, part + 1);
 #pragma unroll
             for (int t = 0; t < TILES; ++t) now.of[part][t] = inputs[0].of[0][t];
-            load_part(x, more ? step : step_after(step), more ? part + 1 : 0, inputs[0].of[0]);
+            load_part(more ? step : step_after(step), more ? part + 1 : 0, inputs[0].of[0]);
           }
 #pragma unroll
           for (int j = 0; j < SIDE; ++j) {
@@ -269,11 +313,7 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
   constexpr int SIDE = Columns<TILES>::SIDE;
   for (int row_tile = first_tile, buffer = 0; row_tile < end_tile; row_tile += GROUPS * SIDE) {
     float sum[SIDE][TILES][4];
-    const bool makes_offsets = HAS_OFFSETS && columns.HELD_STEPS < WARP_STEPS && row_tile == first_tile;
-    if (makes_offsets)
-      columns.template add_up<true, CROWDED>(sum, weights, lists, x);
-    else
-      columns.template add_up<false, CROWDED>(sum, weights, lists, x);
+    columns.template add_up<CROWDED>(sum, weights, lists);
 #pragma unroll
     for (int j = 0; j < SIDE; ++j) {
       const int tile = row_tile + j * GROUPS;
@@ -323,18 +363,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     experts_gate_up(const int* num_active, const int* active_expert, const int* active_begin,
                     const int* active_end, const int* assignments, const bf16* x,
                     const unsigned char* __restrict__ weight, bf16* y, int row_tiles) {
-  SHARED_DYNAMIC(Shared, groups);
-  wait_for_previous_kernel();
-  allow_next_kernel();  // not before: it reads the lists at once
-  const int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % WARPS;
-  Shared* shared = groups + group;
+  SHARED_DYNAMIC(OfBlock, block);
+  allow_next_kernel();
+  const int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % WARPS, experts = __ldcg(num_active);
+  Shared* shared = block->groups + group;
+  const Lists& lists = block->lists;
+  copy_lists(block->lists, active_expert, active_begin, active_end);
   // Unit u is row tile u % row_tiles of active expert u / row_tiles. A block's are consecutive, for its groups.
-  const Lists lists{active_expert, active_begin, active_end};
-  const long long units = (long long)num_active[0] * row_tiles;
+  const long long units = (long long)experts * row_tiles;
   int2 share{(int)(units * blockIdx.x / gridDim.x), (int)(units * (blockIdx.x + 1) / gridDim.x)};
-  const bool crowded = num_active[1] > 0;
-  if (crowded) share = share_of_block(lists, num_active[0], row_tiles);
+  const int most = most_assignments(lists, experts);
+  const bool crowded = most > 8;
+  if (most > EVEN) share = share_of_block(lists, experts, row_tiles);
   const int unit = share.x + group, end_unit = share.y;
+  if (unit < end_unit) {  // what is known of them, before the weights
+    const int first = lists.active_begin[unit / row_tiles];
+    prefetch_inputs(x, assignments + first, lists.count(unit / row_tiles));
+  }
   Stream weights{weight + warp * WARP_BYTES, row_tiles, (end_unit - unit + GROUPS - 1) / GROUPS,
                  unit / row_tiles, unit % row_tiles};
   if (unit < end_unit) crowded ? weights.open_expert<true>(lists) : weights.open_expert<false>(lists);
@@ -346,5 +391,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     multiply_all<true>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
   else
     multiply_all<false>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
+  wait_for_previous_kernel();  // all that it has read is old, but who waits for this kernel waits for the one before it, too
 }
 }  // namespace experts_gate_up

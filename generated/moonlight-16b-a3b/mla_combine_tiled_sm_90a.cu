@@ -9,7 +9,6 @@
 namespace mla_combine_tiled {
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
-constexpr int TILE = 16;  // heads whose values lie together
 constexpr int PIECES = KV_LORA / 8, COLUMN_GROUPS = KV_LORA / 32;
 constexpr int WARPS = 8;  // a group of columns each at a time
 constexpr int BLOCK = WARPS * 32;
@@ -40,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   if (splits == 0) return;
   uint4 part[BATCH];
   auto load_parts = [&](int group, int first) {
-    const uint4* values = reinterpret_cast<const uint4*>(split_values) +
-                          (group * (TILE / 8) + first_head % TILE / 8) * 32 + lane;
+    const uint4* values = reinterpret_cast<const uint4*>(split_values) + (first_head + lane / 4) * PIECES +
+                          group * 4 + lane % 4;
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      const size_t tile = ((size_t)token_row * max_splits + first + i) * (HEADS / TILE) + first_head / TILE;
-      part[i] = first + i < splits ? values[tile * TILE * PIECES] : make_uint4(0, 0, 0, 0);
+      part[i] = first + i < splits ? values[((size_t)token_row * max_splits + first + i) * HEADS * PIECES]
+                                   : make_uint4(0, 0, 0, 0);
     }
   };
   load_parts(warp, 0);
