@@ -41,7 +41,8 @@ __device__ __forceinline__ Share read_share(const int4* shares) {
   const int4* pieces = shares + blockIdx.x * SHARE;
   return {pieces, pieces[0].x, read_visit(pieces, 0)};
 }
-// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has to do.
+// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has
+// to do.
 template <class Body>
 __device__ __forceinline__ void for_splits_of_block(const Share& share, Body body) {
   Visit visit = share.first;
@@ -118,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(32)
   int4* share = shares + blockIdx.x * SHARE;
   int visits = 0;
   auto add = [&](int row, int rows, int begin_split, int end_split, int keys) {
-    // A sequence's rows of a step have positions one by one behind its old keys, or are a tree whose nodes come behind their parents:
-    // so many keys are old at least.
+    // A sequence's rows of a step have positions one by one behind its old keys, or are a tree whose nodes come behind
+    // their parents: so many keys are old at least.
     const int old_keys = row_position[row] - (first_row + row);
     share[1 + 2 * visits] = make_int4(row, rows, begin_split, end_split);
     share[2 + 2 * visits] = make_int4(row_sequence[row], row_prefix[row], keys, old_keys);

@@ -2,9 +2,10 @@
 // Spec: deepseek-v2-lite, sha256 f4ca44665247d3fc. Regenerate: kdgen build deepseek-v2-lite
 
 // Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
-// group of them. Which splits of which rows a block visits, attention_shares has said. In a block, two warps fill each of
-// the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and probabilities of
-// every other tile, and half of the value columns of all: one's products run while the other weighs scores.
+// group of them. Which splits of which rows a block visits, attention_shares has said. In a block, two warps fill
+// each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and
+// probabilities of every other tile, and half of the value columns of all: one's products run while the other weighs
+// scores.
 // Splits that all rows of a group see whole, in the same cache rows, are visited once for all of them; the others by
 // each row for itself, so that no row's tile holds keys that another one masks.
 // Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
@@ -74,7 +75,8 @@ __device__ __forceinline__ Share read_share(const int4* shares) {
   const int4* pieces = shares + blockIdx.x * SHARE;
   return {pieces, pieces[0].x, read_visit(pieces, 0)};
 }
-// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has to do.
+// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has
+// to do.
 template <class Body>
 __device__ __forceinline__ void for_splits_of_block(const Share& share, Body body) {
   Visit visit = share.first;

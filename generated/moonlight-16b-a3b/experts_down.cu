@@ -205,8 +205,8 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a load whose
-// line L2 has would take longer than a step.
+// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a
+// load whose line L2 has would take longer than a step.
 __device__ __forceinline__ void prefetch_inputs(const bf16* x, const int* assignments, int count) {
   const int m = threadIdx.x % 32 / 4, first = threadIdx.x / 32 % WARPS * WARP_INPUTS,
             end = min(first + WARP_INPUTS, COLS);
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   for (int stage = 0; stage < SLOTS - 1; ++stage)
     crowded ? weights.copy_next<true>(lists, shared->ring[warp])
             : weights.copy_next<false>(lists, shared->ring[warp]);
-  wait_for_previous_kernel();  // what it has read is old: who makes the lists lets no kernel start before they are there
+  wait_for_previous_kernel();  // what it has read is old: no kernel starts before the lists are there
   if (crowded)
     multiply_all<true>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
   else

@@ -206,8 +206,8 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a load whose
-// line L2 has would take longer than a step.
+// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a
+// load whose line L2 has would take longer than a step.
 __device__ __forceinline__ void prefetch_inputs(const bf16* x, const int* assignments, int count) {
   const int m = threadIdx.x % 32 / 4, first = threadIdx.x / 32 % WARPS * WARP_INPUTS,
             end = min(first + WARP_INPUTS, COLS);
@@ -391,6 +391,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     multiply_all<true>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
   else
     multiply_all<false>(shared, weights, lists, x, assignments, unit, end_unit, row_tiles, y);
-  wait_for_previous_kernel();  // all that it has read is old, but who waits for this kernel waits for the one before it, too
+  wait_for_previous_kernel();  // all it has read is old; who waits for it waits for the one before it, too
 }
 }  // namespace experts_gate_up
