@@ -38,8 +38,10 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.key_tiles import TILE
+from kdgen.plan.attention import COMBINE_BESIDE
+from kdgen.plan.experts import CHOICE_BESIDE
 from kdgen.plan.ir import MAX_NODES
-from kdgen.plan.kernels import CHOICE_BESIDE, COMBINE_BESIDE, SENT
+from kdgen.plan.kernels import SENT
 from kdgen.plan.least import draft_bytes, kernel_bytes
 from kdgen.plan.params import PeerSumNorm
 from kdgen.resources import templates_dir

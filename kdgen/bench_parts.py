@@ -18,7 +18,8 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.kernels import COMBINE_BESIDE, FEW, QUERIES
+from kdgen.plan.attention import COMBINE_BESIDE, QUERIES
+from kdgen.plan.kernels import FEW
 from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
 from kdgen.rounds import Rounds, budgets_for

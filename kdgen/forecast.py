@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.placement import Placement, placements
+from kdgen.plan.attention import COMBINE_BESIDE, QUERIES
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
-from kdgen.plan.kernels import COMBINE_BESIDE, QUERIES
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
 from kdgen.plan.params import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles

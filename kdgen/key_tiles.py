@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.kernels import WGMMA_TILE
+from kdgen.plan.attention import WGMMA_TILE
 
 TILE = WGMMA_TILE  #: slots, and columns of a chunk
 _PIECE = 8  # numbers of 2 bytes

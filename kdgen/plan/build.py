@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from kdgen.errors import KdgenError
 from kdgen.plan import draft, tiled
+from kdgen.plan.attention import QUERY_ROWS, combines_beside, has_wgmma_shapes, mma_obstacles, query_blocks
 from kdgen.plan.ir import Compute, Family, Limits, Plan
-from kdgen.plan.kernels import QUERY_ROWS, Catalogue, combines_beside, has_wgmma_shapes, mma_obstacles, mode_of, query_blocks
+from kdgen.plan.kernels import Catalogue
 from kdgen.plan.programs import buffers, gathers, programs
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
+from kdgen.plan.tiles import mode_of
 from kdgen.plan.weights import weights
 from kdgen.spec import Spec
 

@@ -10,25 +10,64 @@ import math
 from dataclasses import dataclass, replace
 from typing import cast
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.plan import params
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Compute, Cost, Extent, Kernel
+from kdgen.plan.attention import (
+    ATTENTION_ROWS,
+    CACHE_BESIDE,
+    COMBINE_BESIDE,
+    COMBINE_TOKENS,
+    COMBINE_WARPS,
+    HELD_STEPS,
+    QUERIES,
+    QUERY_ROWS,
+    QUERY_SLOTS,
+    QUERY_STAGE_STEPS,
+    WGMMA_START_KEYS,
+    WGMMA_TILE,
+    QueryBlocks,
+    attention_smem,
+    attention_splits,
+    attention_visits,
+    blocks_of_head,
+    caches_beside,
+    combines_beside,
+    holds_heads,
+    query_blocks,
+    wgmma_blocks,
+    wgmma_group,
+    wgmma_smem,
+)
+from kdgen.plan.experts import (
+    CHOICE_BESIDE,
+    EVEN_ASSIGNMENTS,
+    EXPERT_TOKEN_TILES,
+    MORE_COST,
+    READING_COST,
+    ROUTER_BESIDE,
+    SORT_BYTES,
+    choice_smem,
+    expert_split,
+    expert_step,
+    has_bf16_router,
+    routes_beside,
+)
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Cost, Extent, Kernel
 from kdgen.plan.shard import Exchange, part_of, shares_draft
-from kdgen.plan.splits import Splits
+from kdgen.plan.tiles import (
+    SMEM_LIMIT,
+    WGMMA_SMEM_LIMIT,
+    Mode,
+    block_for,
+    blocks_per_sm,
+    cluster_of,
+    column_blocks,
+    dense_ring,
+    held_steps,
+    input_slices,
+    mma_warps,
+)
 from kdgen.spec import LORA_NORM_EPS, Spec
 
-#: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
-SMEM_LIMIT = 99 * 1024
-#: The same of sm_90a, whose plans alone use wgmma.
-WGMMA_SMEM_LIMIT = 227 * 1024
-EXPERT_TOKEN_TILES = 2  # of 8 assignments of an expert
-#: Assignments of an expert that a row tile's weights take longer to read than to multiply with; what each more of the first 8, and what
-#: 9 to 16 cost, in sixteenths of that tile. H200, µs of a tile of K2.6's gate_up (2026-11-30): for 1 to 4 7.4, 6 10.2, 8 11.5 and its
-#: first tiles longer. An H200 at 16 rows: blocks with experts of 8 ended 50 % late where all of up to 8 cost the same, 13 % at 24.
-EVEN_ASSIGNMENTS = 4
-MORE_COST = 3
-READING_COST = 24
-SORT_BYTES = 40 * 1024  # of moe_sort's counts, in static shared memory
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 #: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
 #: and lm_head, 1 or 4 tiles (2026-11-30): 16 rows 40 or 33, 679 or 553; 32 rows 68 or 37, 1,189 or 604; for 8 rows and fewer 1 to 3 % more.
@@ -47,133 +86,6 @@ ROW_EXTENT = Extent(per_tokens=1)
 SEQUENCE_EXTENT = Extent(per_sequence=True)
 
 
-@dataclass(frozen=True)
-class Mode:
-    """The compute dtype and what follows from it, and whether attention uses wgmma."""
-
-    compute: Compute
-    act: params.CType
-    act_bytes: int
-    weight: params.CType
-    weight_bytes: int
-    wgmma: bool = False
-
-
-def mode_of(spec: Spec | DraftSpec, compute: Compute) -> Mode:
-    """Tensor cores read bf16 weights; the generic path keeps the checkpoint's own type and widens in registers."""
-    wide = compute == "f32" and spec.dtype == "float32"
-    weight: tuple[params.CType, int] = ("float", 4) if wide else ("bf16", 2)
-    return Mode(compute, "bf16", 2, *weight) if compute == "bf16" else Mode(compute, "float", 4, *weight)
-
-
-def mma_obstacles(spec: Spec) -> tuple[str, ...]:
-    """Why the tensor-core path cannot serve this spec; empty when it can. An MMA step is 16 inputs wide."""
-    widths = {
-        "hidden_size": spec.hidden_size,
-        "kv_lora_rank": spec.kv_lora_rank,
-        "qk_nope_head_dim": spec.qk_nope_head_dim,
-        "kv_lora_rank + qk_rope_head_dim": spec.cache_row_dim,
-        "num_attention_heads * v_head_dim": spec.num_attention_heads * spec.v_head_dim,
-    }
-    if spec.q_lora_rank is not None:
-        widths["q_lora_rank"] = spec.q_lora_rank
-    if spec.first_k_dense_replace:
-        widths["intermediate_size"] = spec.intermediate_size
-    if spec.has_moe:
-        widths["moe_intermediate_size"] = spec.moe_intermediate_size
-    if spec.draft is not None:
-        for name in ("query_width", "intermediate_size", "feature_width"):
-            widths[f"draft.{name}"] = getattr(spec.draft, name)
-    found = [f"{name} {width} is no multiple of 16" for name, width in widths.items() if width % 16]
-    if attention_smem(spec) > SMEM_LIMIT:
-        found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {SMEM_LIMIT}")
-    return tuple(found)
-
-
-def attention_smem(spec: Spec) -> int:
-    """Bytes of mla_attention_mma's ``struct Shared``: 16 query rows, 2 stages of 32 key rows, probabilities, scores, rescale."""
-    shared_row = (spec.cache_row_dim + 8) * 2
-    return (16 + 2 * 32) * shared_row + 16 * (32 + 8) * 2 + 16 * (32 + 1) * 4 + 16 * 4
-
-
-WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
-WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
-#: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
-#: rows and splits.
-WGMMA_BLOCKS = {128: 4, 512: 132}
-
-
-#: Token rows of one attention launch, by latent, for the sake of the memory that partial values take: at K2.6's width and 32,768 keys
-#: 5 MiB a row. Four for each of an H200's multiprocessors; small models have few, so that their tests cross them.
-ATTENTION_ROWS = {128: 40, 512: 528}
-
-
-#: What the start of another tile of heads costs, in keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512, the
-#: combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
-WGMMA_START_KEYS = 256
-
-
-def has_wgmma_shapes(spec: Spec) -> bool:
-    """Whether mla_attention_wgmma can serve this spec, which tensor cores can: tiles that are full of heads, of one token row or of a
-    group of them, and a rotary part as wide as a tile.
-    """
-    heads = spec.num_attention_heads
-    full = heads % WGMMA_TILE == 0 or (WGMMA_TILE % heads == 0 and heads % 8 == 0)
-    return full and spec.qk_rope_head_dim == WGMMA_TILE and spec.kv_lora_rank in WGMMA_LATENTS and not mma_obstacles(spec)
-
-
-def wgmma_group(spec: Spec) -> int:
-    """Token rows whose heads fill a tile."""
-    return max(1, WGMMA_TILE // spec.num_attention_heads)
-
-
-def wgmma_blocks(spec: Spec) -> int:
-    """Most blocks of an attention launch for each tile of a row's heads."""
-    return max(1, WGMMA_BLOCKS[spec.kv_lora_rank] // max(1, spec.num_attention_heads // WGMMA_TILE))
-
-
-def attention_visits(spec: Spec) -> int:
-    """Most rows, or groups of them and their rows, that a block of an attention launch visits. More blocks than rows need may be left
-    over, which visit no more rows than this.
-    """
-    group = wgmma_group(spec)
-    groups = -(-ATTENTION_ROWS[spec.kv_lora_rank] // group)
-    return max(8, -(-groups // wgmma_blocks(spec)) * (group + 1 if group > 1 else 1))
-
-
-def share_bytes(spec: Spec) -> int:
-    """Of what attention_shares tells the blocks of one launch."""
-    return wgmma_blocks(spec) * (1 + 2 * attention_visits(spec)) * 16
-
-
-def wgmma_smem(spec: Spec) -> int:
-    """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 22 barriers."""
-    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 128 * (64 + 8) + 4 * WGMMA_TILE * 4 + 22 * 8
-
-
-def attention_splits(spec: Spec, mode: Mode) -> Splits:
-    """Small models split early so that their tests cross split bounds.
-
-    With wgmma, where a split costs a block's start and its partial values' way through memory, they grow with the position. On an
-    H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28 and
-    31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
-
-    Where a group of rows shares tiles, 32 heads at 4,096 keys take 26 and 20 with splits of 256, 19 and 24 of 128, 16 and 27 of 64; at
-    32,768 keys 35 and 60, 37 and 69, 43 and 114. One row comes first here, too.
-    """
-    if mode.wgmma and spec.kv_lora_rank < 256:
-        return Splits.growing((0, 64), (128, 128))
-    if mode.wgmma:
-        short = ((0, 128), (4096, 256)) if wgmma_group(spec) > 1 else ((0, 256),)
-        return Splits.growing(*short, (8192, 512), (65536, 1024))
-    return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
-
-
-def block_for(width: int, most: int = 256) -> int:
-    """Threads for an elementwise pass over ``width``: whole warps, no more than it has work for."""
-    return max(32, min(most, -(-width // 32) * 32))
-
-
 def top_k_part(vocab: int) -> tuple[int, int]:
     """Threads of a block of top_k_parts, and tokens of each. Small vocabularies have small parts, so that their tests see several; the
     largest have 128, whose candidates fit a block's shared memory."""
@@ -190,61 +102,7 @@ def top_k_parts(vocab: int) -> int:
 
 
 HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
-HELD_STEPS = 16  # of a warp's weights, 4 registers each
 FEW = "_few"  #: suffix of a layer's kernel for few rows
-CACHE_BESIDE = "rmsnorm_q_a_and_cache"
-QUERIES = "queries_and_cache"
-#: Token rows up to which their queries and cache rows are made in one launch.
-QUERY_ROWS = 16
-#: Blocks that the heads of such a launch are divided among, if they can be: nearly one for each of an H200's multiprocessors.
-QUERY_BLOCKS = 128
-QUERY_STAGE_STEPS, QUERY_SLOTS = 1, 2  #: MMA steps of a stage of a warp's weights, and stages in shared memory
-COMBINE_BESIDE = "mla_combine_and_w_uv"
-#: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
-#: tests cross them.
-COMBINE_WARPS = {128: 8, 512: 32}
-COMBINE_TOKENS = {128: 16, 512: 64}
-
-
-def holds_heads(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows hold the weights of the layers that each head has in registers."""
-    widths = (spec.qk_nope_head_dim, spec.kv_lora_rank)
-    return mode.compute == "bf16" and all(width // 16 // _mma_warps(width) <= HELD_STEPS for width in widths)
-
-
-def caches_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
-    return holds_heads(spec, mode) and spec.q_lora_rank is not None
-
-
-@dataclass(frozen=True)
-class QueryBlocks:
-    """How queries of up to QUERY_ROWS rows are made in one launch: the blocks and warps of a head, and how each warp reads its weights,
-    one slot of its ring after the other."""
-
-    cluster: int  #: blocks of a head
-    groups: int  #: of warps, of a block
-    slot: int  #: 512 bytes, of a stage
-    smem: int  #: of a block
-
-
-def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
-    """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
-
-    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 to 16.0 as one. With
-    stages of 3 steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. docs/measurements.md has more.
-    """
-    rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
-    if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
-        return None
-    warps, token_tiles = _mma_warps(rank), QUERY_ROWS // 8
-    groups, steps = max(1, min(16 // warps, query_tiles // (2 * cluster))), rank // 16 // warps
-    tiles, latent_tiles = -(-query_tiles // (cluster * groups)), -(-(spec.kv_lora_rank // 16) // (cluster * groups * warps))
-    slot = max(tiles * max(QUERY_STAGE_STEPS, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
-    rows = QUERY_ROWS * (rank + 16 + spec.qk_head_dim + 16) * 2
-    smem = groups * warps * QUERY_SLOTS * (slot * 512 + 8) + rows + 8
-    fits = smem <= WGMMA_SMEM_LIMIT and steps // QUERY_STAGE_STEPS >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
-    return QueryBlocks(cluster, groups, slot, smem) if fits else None
 
 
 #: Most ranks whose sums few rows have in one launch with the norm behind them, to which every rank sends all of its part, 57 KB a row of
@@ -253,7 +111,6 @@ def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
 NORMED_RANKS = 4
 NORMED = "_norm"  #: suffix of a sum over ranks with the norm behind it
 SENT = "_to_ranks"  #: suffix of a kernel that sends its part of such a sum to all ranks
-CLUSTER = 8  #: most blocks of a cluster, which every GPU that has them runs
 
 
 def unsent(name: str) -> str:
@@ -266,120 +123,9 @@ def norms_sums(ranks: int, exchange: Exchange) -> bool:
     return exchange == "peer" and 1 < ranks <= NORMED_RANKS
 
 
-def cluster_of(block: int) -> int:
-    """Blocks that ``block`` threads are divided among, whole warps each."""
-    return next(blocks for blocks in (CLUSTER, 4, 2, 1) if block % (32 * blocks) == 0)
-
-
-def blocks_of_head(spec: Spec) -> int:
-    """Blocks of the cluster that joins a head's splits and multiplies: as many as let all heads' run at once on an H200."""
-    most = min(CLUSTER, 132 // spec.num_attention_heads, spec.kv_lora_rank // 64)
-    return next((blocks for blocks in (8, 4, 2) if blocks <= most), 1)
-
-
-def combines_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows join attention's splits in one launch with w_uv: a block alone could not hold a head's weights. K2.6, µs
-    behind attention, as two launches or one (H200, 2026-11-30): 1 row 5.2 or 5.4, 8 rows 6.9 or 4.5, 16 rows 11.9 or 9.7, 64 rows 37 or 32
-    at 4,096 keys; 1 row 9.9 or 6.5 at 32,768. Whole steps of 1, 8 and 16 rows became 20, 17 and 19 µs shorter, over 8 layers.
-    """
-    return mode.wgmma and blocks_of_head(spec) > 1
-
-
-ROUTER_BESIDE = "shared_gate_up_proj_and_router"
-CHOICE_BESIDE = "shared_down_proj_and_choice"
-
-
-def has_bf16_router(spec: Spec, mode: Mode) -> bool:
-    """Whether the router's weights are bf16 and read by tensor cores; their bits are the checkpoint's."""
-    return mode.compute == "bf16" and (spec.router_dtype or spec.dtype) == "bfloat16"
-
-
-def routes_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows route beside the shared experts, in launches of both."""
-    return mode.compute == "bf16" and spec.has_moe and spec.shared_intermediate_size > 0
-
-
-def choice_smem(topk: params.RouterTopK, warps: int) -> int:
-    """Bytes of linear_and_choice's ``struct Choice``: 1,024 assignments, a sum a warp, and each warp's scores."""
-    scores = 2 * topk.experts + topk.top_k + (topk.groups if topk.groups > 1 else 0)
-    return -(-(1024 + warps + warps * scores) // 4) * 16
-
-
 def sums_biases(whole: Spec, ranks: int) -> bool:
     """Whether some projection whose outputs are summed over ranks has a bias."""
     return whole.attention_bias or bool(whole.draft and whole.draft.attention_bias and shares_draft(whole, ranks))
-
-
-def column_blocks(width: int) -> int:
-    """Blocks of an elementwise pass over a row of ``width``."""
-    return -(-width // block_for(width))
-
-
-def _slices(cols: int) -> int:
-    """Warps that split ``cols`` inputs in the generic kernels."""
-    return 4 if cols >= 32 else 1
-
-
-def _mma_warps(cols: int) -> int:
-    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where they fill an SM by themselves, 8 below that, so that
-    two blocks share an SM and rows are dealt out more evenly (H200, 2048 inputs, 8 rows: 9.8 µs instead of 10.8; 1 row the same).
-    """
-    steps = cols // 16
-    most = 16 if steps >= 384 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
-    return next(warps for warps in (16, 8, 4, 2, 1) if warps <= most and steps % warps == 0)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """How a warp streams its weights: ``slots`` stages of ``stage_steps`` MMA steps, all but one of them on their way."""
-
-    stage_steps: int
-    slots: int
-    bytes: int  #: of one warp
-
-    @property
-    def comment(self) -> str:
-        return f"{self.bytes} bytes a warp"
-
-
-def _dense_ring(steps: int) -> Ring:
-    """4 KiB a warp: with 16 warps an SM, three quarters of that on their way are more than the latency of memory times its bandwidth.
-    The ring goes on from one row tile to the next, so short rows do not shorten it. (On sm_90a 8 KiB would save 1 % of a decode step.)
-    """
-    stage_steps = next(n for n in (2, 1) if steps % n == 0)
-    return Ring(stage_steps, 8 // stage_steps, 4096)
-
-
-def expert_step(int4: bool) -> tuple[int, int]:
-    """(inputs, bytes) of a step of an expert's row tile in tensor-core fragments, INT4 with its scales."""
-    return (64, 576) if int4 else (16, 512)
-
-
-def _expert_split(steps: int, step_bytes: int, registers: int, wgmma: bool) -> tuple[int, bool, Ring]:
-    """(warps that split the inputs of an expert's row tile, whether their inputs stay in registers, how each streams its weights).
-
-    ``registers``: of a lane for a step's inputs of 8 tokens. More warps a tile make tiles end sooner, so that all SMs end together, and
-    leave fewer inputs for each, but the ends of a tile cost each of them the same. H200, µs of K2.6's experts for 8 rows (2026-11-30):
-    gate_up and down of 60 experts with 16 warps on 16 tiles 388, groups of 2 warps 360, of 4 363, of 8 400; down of 48 experts in groups
-    of 4 120, of 8 whose inputs stay in registers 105.
-    """
-    most_warps, most_steps = (8, 4) if wgmma else (4, 2)  # other targets have less shared memory, and sm_120 spills at 4 steps
-    ways = [w for w in (8, 4, 2, 1) if w <= most_warps and steps % w == 0 and (steps // w >= 4 or w == 1)]
-    held = next((w for w in ways if steps // w * registers <= 56), 0)
-    warps = held or next(w for w in ways if w <= 4)
-    stage_steps = max(n for n in (4, 3, 2, 1) if n <= most_steps and steps // warps % n == 0)
-    slots = 12 // stage_steps  # two stages of 4 steps on their way and one in use, or as much in smaller ones
-    return warps, held > 0, Ring(stage_steps, slots, stage_steps * slots * step_bytes)
-
-
-def _blocks_per_sm(warps: int) -> int:
-    """16 warps on an SM may have 128 registers a thread: the sums of 32 tokens and TILES_TOGETHER, and what they are made of."""
-    return min(12, 16 // warps)  # some targets hold 16 blocks
-
-
-def _held_steps(steps: int, most: int) -> int:
-    """Whole rounds of a warp's ``steps`` of router weights, at most ``most`` of them in registers, 2 each."""
-    return next(held for held in range(min(steps, most), 0, -1) if steps % held == 0)
 
 
 @dataclass(frozen=True)
@@ -519,7 +265,7 @@ class Catalogue:
             flops_per_token=2 * layer.batch * layer.rows * layer.cols,
         )
         if not self.fast:
-            slices = _slices(layer.cols)
+            slices = input_slices(layer.cols)
             generic = params.LinearF32(
                 name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
                 y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, slices=slices, tokens=GENERIC_TOKENS,
@@ -527,20 +273,20 @@ class Catalogue:
             )  # fmt: skip
             grid = (Extent(-(-outputs // 32)), Extent(per_tokens=GENERIC_TOKENS), Extent(layer.batch))
             return Kernel(layer.name, "linear_f32.cu.j2", generic, slices * 32, grid, 0, cost, layer.summary)
-        warps = _mma_warps(layer.cols)
+        warps = mma_warps(layer.cols)
         warp_steps, row_tiles = layer.cols // 16 // warps, -(-layer.rows // 16)
-        ring = _dense_ring(warp_steps)
+        ring = dense_ring(warp_steps)
         chunk = math.gcd(warp_steps, CHUNK_STEPS)
         mma = params.LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
             together=TILES_TOGETHER if self.rows_are_old else 1, stage_steps=ring.stage_steps, slots=ring.slots,
-            smem_comment=ring.comment, blocks_per_sm=_blocks_per_sm(warps),
+            smem_comment=ring.comment, blocks_per_sm=blocks_per_sm(warps),
             chunk_steps=chunk, chunks_ahead=CHUNKS_AHEAD, lines_from=LINES_FROM, rows_are_old=self.rows_are_old, out=out,
             gated=layer.gated, bias=layer.bias, accumulate=layer.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
-        grid = (Extent(row_tiles, per_processor=_blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
+        grid = (Extent(row_tiles, per_processor=blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
         return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary, row_tiles)
 
     # ---- attention --------------------------------------------------------------------------------------------------
@@ -724,8 +470,8 @@ class Catalogue:
     def _router_logits(self) -> Kernel:
         s, experts = self.spec, self.spec.n_routed_experts or 0
         if has_bf16_router(s, self.mode):
-            warps = _mma_warps(s.hidden_size)
-            held = _held_steps(s.hidden_size // 16 // warps, 8)
+            warps = mma_warps(s.hidden_size)
+            held = held_steps(s.hidden_size // 16 // warps, 8)
             mma = params.RouterLogitsMma("router_logits", s.hidden_size, experts, warps, held, TOKEN_TILES * 8)
             cost = Cost(experts * s.hidden_size * 2, s.hidden_size * 2 + experts * 4, 2 * experts * s.hidden_size)
             grid = (Extent(-(-experts // 16)), Extent(per_tokens=TOKEN_TILES * 8), ONE)
@@ -762,7 +508,7 @@ class Catalogue:
         router = self._router_logits()
         logits = cast(params.RouterLogitsMma, router.params)
         steps = logits.hidden // 16 // logits.warps  # all of them, where there are registers: they are on their way before it waits
-        held = _held_steps(steps, 28 if logits.warps >= 8 else 12)
+        held = held_steps(steps, 28 if logits.warps >= 8 else 12)
         chunk = math.gcd(held, CHUNK_STEPS)
         ahead = min(ROUTER_CHUNKS_AHEAD, steps // chunk)
         phase = params.RouterPhase(logits.hidden, logits.experts, logits.warps, held, logits.max_tokens, chunk, ahead)
@@ -805,7 +551,7 @@ class Catalogue:
         if s.quantization:
             comment = f"INT4 weights q * scale, one scale for {s.quantization.group_size} inputs."
         if not self.fast:
-            slices = _slices(cols)
+            slices = input_slices(cols)
             generic = params.ExpertsF32(
                 name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, slices=slices, tokens=GENERIC_TOKENS,
                 weight="unsigned char" if int4 else self.mode.weight, int4=int4,
@@ -815,7 +561,7 @@ class Catalogue:
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
         step_inputs, step_bytes = expert_step(int4)
         steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
-        warps, held, ring = _expert_split(steps, step_bytes, 8 if int4 else 2, self.mode.wgmma)
+        warps, held, ring = expert_split(steps, step_bytes, 8 if int4 else 2, self.mode.wgmma)
         group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
         lists = -(-3 * 4 * (s.n_routed_experts or 0) // 16) * 16
         groups = next(

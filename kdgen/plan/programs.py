@@ -11,32 +11,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, RowKind, Stage
-from kdgen.plan.kernels import (
+from kdgen.plan.attention import (
     ATTENTION_ROWS,
     CACHE_BESIDE,
-    CHOICE_BESIDE,
     COMBINE_BESIDE,
-    FEW,
-    NORMED,
     QUERIES,
-    ROUTER_BESIDE,
-    SENT,
     WGMMA_TILE,
-    Mode,
     attention_splits,
     caches_beside,
-    column_blocks,
     combines_beside,
-    has_bf16_router,
     holds_heads,
-    norms_sums,
     query_blocks,
-    routes_beside,
     share_bytes,
-    top_k_parts,
-)  # fmt: skip
+)
+from kdgen.plan.experts import CHOICE_BESIDE, ROUTER_BESIDE, has_bf16_router, routes_beside
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, RowKind, Stage
+from kdgen.plan.kernels import FEW, NORMED, SENT, norms_sums, top_k_parts
 from kdgen.plan.shard import Shard, part_of
+from kdgen.plan.tiles import Mode, column_blocks
 from kdgen.spec import Spec
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kdgen.plan import params
+from kdgen.plan.experts import expert_step
 from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
-from kdgen.plan.kernels import expert_step
 
 SUFFIX = "_tiled"
 #: Token rows from which on a forward uses the twins, by latent as in WGMMA_BLOCKS: small models have few, so that their tests cross it.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kdgen.plan.experts import has_bf16_router
 from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Part, Weight
-from kdgen.plan.kernels import Mode, has_bf16_router
 from kdgen.plan.shard import Shard, part_of
+from kdgen.plan.tiles import Mode
 from kdgen.spec import Spec
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.plan.attention import WGMMA_TILE
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
-from kdgen.plan.kernels import WGMMA_TILE
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, cache_input, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows

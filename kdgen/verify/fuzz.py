@@ -24,9 +24,9 @@ from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.build import write_whole
 from kdgen.errors import KdgenError
+from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
-from kdgen.plan.kernels import mma_obstacles
 from kdgen.plan.shard import EXCHANGES, part_of, shard_obstacles
 from kdgen.spec import Spec
 from kdgen.verify.draw import MOST_CONTEXT, SeededChoices, Situation, draw_model, draw_situation

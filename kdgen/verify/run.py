@@ -16,9 +16,10 @@ from kdgen.build import check as check_folders
 from kdgen.config import load_config
 from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
+from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
-from kdgen.plan.kernels import mma_obstacles, unsent
+from kdgen.plan.kernels import unsent
 from kdgen.plan.params import CombineAndHeads, PeerSumNorm, QueriesAndCache
 from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of

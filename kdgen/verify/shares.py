@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.ir import MAX_PATH
-from kdgen.plan.kernels import ATTENTION_ROWS
 from kdgen.verify.bench import SURPLUS_ROWS, Bench, Registry, for_template, poison
 
 Array = NDArray[Any]

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdgen.draft_spec import DraftSpec
+from kdgen.plan.attention import WGMMA_LATENTS, WGMMA_TILE
 from kdgen.plan.ir import Family
-from kdgen.plan.kernels import WGMMA_LATENTS, WGMMA_TILE
 from kdgen.spec import Spec
 
 #: Parameters that the CPU emulator decodes within seconds.

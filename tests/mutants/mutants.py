@@ -1035,6 +1035,10 @@ TEMPLATES = [
 
 PLAN = [
     *_in(
+        "kdgen/plan/tiles.py",
+        ("warps that leave steps over", "if warps <= most and steps % warps == 0)", "if warps <= most)", "refused"),
+    ),
+    *_in(
         "kdgen/plan/kernels.py",
         (
             "half as many splits launched",
@@ -1065,7 +1069,6 @@ PLAN = [
         ("heads' q_nope one after another", "x_batch_stride=s.qk_head_dim", "x_batch_stride=s.qk_nope_head_dim", "together"),
         ("the experts' down reads token rows", "hidden, width, 1, False", "hidden, width, s.num_experts_per_tok, False", "together"),
         ("fewer experts launched than can be active", "cap=s.n_routed_experts or 0)", "cap=s.num_experts_per_tok)", "kernel"),
-        ("warps that leave steps over", "if warps <= most and steps % warps == 0)", "if warps <= most)", "refused"),
     ),
     *_in(
         "kdgen/plan/programs.py",

@@ -8,9 +8,9 @@ import pytest
 from kdgen.backends import open_backend
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
+from kdgen.plan.attention import ATTENTION_ROWS, COMBINE_BESIDE
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
-from kdgen.plan.kernels import ATTENTION_ROWS, COMBINE_BESIDE
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.spec import load_spec
 from kdgen.verify.variants import variants

@@ -13,8 +13,8 @@ import pytest
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
-from kdgen.plan.kernels import SMEM_LIMIT
 from kdgen.plan.shard import WHOLE, Shard
+from kdgen.plan.tiles import SMEM_LIMIT
 from kdgen.render import render
 from kdgen.resources import specs_dir
 from kdgen.spec import load_spec

@@ -8,9 +8,9 @@ import pytest
 from kdgen.backends import open_backend
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
+from kdgen.plan.attention import CACHE_BESIDE, QUERIES, QUERY_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
-from kdgen.plan.kernels import CACHE_BESIDE, QUERIES, QUERY_ROWS
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.spec import load_spec
 from kdgen.verify.variants import variants

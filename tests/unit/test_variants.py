@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
+from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Kernel
-from kdgen.plan.kernels import mma_obstacles
 from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 from kdgen.verify.run import DEFAULT_SPECS, shared_plans

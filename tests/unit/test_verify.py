@@ -18,8 +18,8 @@ import kdgen.render
 import kdgen.verify.run
 from kdgen.cli import main
 from kdgen.errors import BackendError
+from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
-from kdgen.plan.kernels import mma_obstacles
 from kdgen.resources import specs_dir, templates_dir
 from kdgen.spec import Spec, load_spec
 from kdgen.verify.bench import Findings, poison

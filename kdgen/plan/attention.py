@@ -1,0 +1,178 @@
+"""What a model's attention needs and how it is tiled: splits of the keys, rows and heads of a tile, what few rows have in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdgen.plan.splits import Splits
+from kdgen.plan.tiles import CLUSTER, SMEM_LIMIT, WGMMA_SMEM_LIMIT, Mode, mma_warps
+from kdgen.spec import Spec
+
+
+def mma_obstacles(spec: Spec) -> tuple[str, ...]:
+    """Why the tensor-core path cannot serve this spec; empty when it can. An MMA step is 16 inputs wide."""
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "qk_nope_head_dim": spec.qk_nope_head_dim,
+        "kv_lora_rank + qk_rope_head_dim": spec.cache_row_dim,
+        "num_attention_heads * v_head_dim": spec.num_attention_heads * spec.v_head_dim,
+    }
+    if spec.q_lora_rank is not None:
+        widths["q_lora_rank"] = spec.q_lora_rank
+    if spec.first_k_dense_replace:
+        widths["intermediate_size"] = spec.intermediate_size
+    if spec.has_moe:
+        widths["moe_intermediate_size"] = spec.moe_intermediate_size
+    if spec.draft is not None:
+        for name in ("query_width", "intermediate_size", "feature_width"):
+            widths[f"draft.{name}"] = getattr(spec.draft, name)
+    found = [f"{name} {width} is no multiple of 16" for name, width in widths.items() if width % 16]
+    if attention_smem(spec) > SMEM_LIMIT:
+        found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {SMEM_LIMIT}")
+    return tuple(found)
+
+
+def attention_smem(spec: Spec) -> int:
+    """Bytes of mla_attention_mma's ``struct Shared``: 16 query rows, 2 stages of 32 key rows, probabilities, scores, rescale."""
+    shared_row = (spec.cache_row_dim + 8) * 2
+    return (16 + 2 * 32) * shared_row + 16 * (32 + 8) * 2 + 16 * (32 + 1) * 4 + 16 * 4
+
+
+WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
+WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
+#: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
+#: rows and splits.
+WGMMA_BLOCKS = {128: 4, 512: 132}
+#: Token rows of one attention launch, by latent, for the sake of the memory that partial values take: at K2.6's width and 32,768 keys
+#: 5 MiB a row. Four for each of an H200's multiprocessors; small models have few, so that their tests cross them.
+ATTENTION_ROWS = {128: 40, 512: 528}
+#: What the start of another tile of heads costs, in keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512, the
+#: combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
+WGMMA_START_KEYS = 256
+
+
+def has_wgmma_shapes(spec: Spec) -> bool:
+    """Whether mla_attention_wgmma can serve this spec, which tensor cores can: tiles that are full of heads, of one token row or of a
+    group of them, and a rotary part as wide as a tile.
+    """
+    heads = spec.num_attention_heads
+    full = heads % WGMMA_TILE == 0 or (WGMMA_TILE % heads == 0 and heads % 8 == 0)
+    return full and spec.qk_rope_head_dim == WGMMA_TILE and spec.kv_lora_rank in WGMMA_LATENTS and not mma_obstacles(spec)
+
+
+def wgmma_group(spec: Spec) -> int:
+    """Token rows whose heads fill a tile."""
+    return max(1, WGMMA_TILE // spec.num_attention_heads)
+
+
+def wgmma_blocks(spec: Spec) -> int:
+    """Most blocks of an attention launch for each tile of a row's heads."""
+    return max(1, WGMMA_BLOCKS[spec.kv_lora_rank] // max(1, spec.num_attention_heads // WGMMA_TILE))
+
+
+def attention_visits(spec: Spec) -> int:
+    """Most rows, or groups of them and their rows, that a block of an attention launch visits. More blocks than rows need may be left
+    over, which visit no more rows than this.
+    """
+    group = wgmma_group(spec)
+    groups = -(-ATTENTION_ROWS[spec.kv_lora_rank] // group)
+    return max(8, -(-groups // wgmma_blocks(spec)) * (group + 1 if group > 1 else 1))
+
+
+def share_bytes(spec: Spec) -> int:
+    """Of what attention_shares tells the blocks of one launch."""
+    return wgmma_blocks(spec) * (1 + 2 * attention_visits(spec)) * 16
+
+
+def wgmma_smem(spec: Spec) -> int:
+    """Bytes of mla_attention_wgmma's ``struct Shared``: a query tile, 2 stages of a key tile and of rescale, 22 barriers."""
+    return 3 * WGMMA_TILE * spec.cache_row_dim * 2 + 128 * (64 + 8) + 4 * WGMMA_TILE * 4 + 22 * 8
+
+
+def attention_splits(spec: Spec, mode: Mode) -> Splits:
+    """Small models split early so that their tests cross split bounds.
+
+    With wgmma, where a split costs a block's start and its partial values' way through memory, they grow with the position. On an
+    H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28 and
+    31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
+
+    Where a group of rows shares tiles, 32 heads at 4,096 keys take 26 and 20 with splits of 256, 19 and 24 of 128, 16 and 27 of 64; at
+    32,768 keys 35 and 60, 37 and 69, 43 and 114. One row comes first here, too.
+    """
+    if mode.wgmma and spec.kv_lora_rank < 256:
+        return Splits.growing((0, 64), (128, 128))
+    if mode.wgmma:
+        short = ((0, 128), (4096, 256)) if wgmma_group(spec) > 1 else ((0, 256),)
+        return Splits.growing(*short, (8192, 512), (65536, 1024))
+    return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
+
+
+HELD_STEPS = 16  # of a warp's weights, 4 registers each
+CACHE_BESIDE = "rmsnorm_q_a_and_cache"
+QUERIES = "queries_and_cache"
+#: Token rows up to which their queries and cache rows are made in one launch.
+QUERY_ROWS = 16
+#: Blocks that the heads of such a launch are divided among, if they can be: nearly one for each of an H200's multiprocessors.
+QUERY_BLOCKS = 128
+QUERY_STAGE_STEPS, QUERY_SLOTS = 1, 2  #: MMA steps of a stage of a warp's weights, and stages in shared memory
+COMBINE_BESIDE = "mla_combine_and_w_uv"
+#: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
+#: tests cross them.
+COMBINE_WARPS = {128: 8, 512: 32}
+COMBINE_TOKENS = {128: 16, 512: 64}
+
+
+def holds_heads(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows hold the weights of the layers that each head has in registers."""
+    widths = (spec.qk_nope_head_dim, spec.kv_lora_rank)
+    return mode.compute == "bf16" and all(width // 16 // mma_warps(width) <= HELD_STEPS for width in widths)
+
+
+def caches_beside(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
+    return holds_heads(spec, mode) and spec.q_lora_rank is not None
+
+
+@dataclass(frozen=True)
+class QueryBlocks:
+    """How queries of up to QUERY_ROWS rows are made in one launch: the blocks and warps of a head, and how each warp reads its weights,
+    one slot of its ring after the other."""
+
+    cluster: int  #: blocks of a head
+    groups: int  #: of warps, of a block
+    slot: int  #: 512 bytes, of a stage
+    smem: int  #: of a block
+
+
+def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
+    """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
+
+    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 to 16.0 as one. With
+    stages of 3 steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. docs/measurements.md has more.
+    """
+    rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
+    if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
+        return None
+    warps, token_tiles = mma_warps(rank), QUERY_ROWS // 8
+    groups, steps = max(1, min(16 // warps, query_tiles // (2 * cluster))), rank // 16 // warps
+    tiles, latent_tiles = -(-query_tiles // (cluster * groups)), -(-(spec.kv_lora_rank // 16) // (cluster * groups * warps))
+    slot = max(tiles * max(QUERY_STAGE_STEPS, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
+    rows = QUERY_ROWS * (rank + 16 + spec.qk_head_dim + 16) * 2
+    smem = groups * warps * QUERY_SLOTS * (slot * 512 + 8) + rows + 8
+    fits = smem <= WGMMA_SMEM_LIMIT and steps // QUERY_STAGE_STEPS >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
+    return QueryBlocks(cluster, groups, slot, smem) if fits else None
+
+
+def blocks_of_head(spec: Spec) -> int:
+    """Blocks of the cluster that joins a head's splits and multiplies: as many as let all heads' run at once on an H200."""
+    most = min(CLUSTER, 132 // spec.num_attention_heads, spec.kv_lora_rank // 64)
+    return next((blocks for blocks in (8, 4, 2) if blocks <= most), 1)
+
+
+def combines_beside(spec: Spec, mode: Mode) -> bool:
+    """Whether forwards of few rows join attention's splits in one launch with w_uv: a block alone could not hold a head's weights. K2.6, µs
+    behind attention, as two launches or one (H200, 2026-11-30): 1 row 5.2 or 5.4, 8 rows 6.9 or 4.5, 16 rows 11.9 or 9.7, 64 rows 37 or 32
+    at 4,096 keys; 1 row 9.9 or 6.5 at 32,768. Whole steps of 1, 8 and 16 rows became 20, 17 and 19 µs shorter, over 8 layers.
+    """
+    return mode.wgmma and blocks_of_head(spec) > 1
