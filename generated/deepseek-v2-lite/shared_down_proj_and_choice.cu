@@ -496,6 +496,8 @@ __device__ __forceinline__ void sort_assignments(Shared& shared, int total, cons
     active_before += active.y;
   }
   if (threadIdx.x == 0) *num_active = active_before;
+  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)  // readers copy whole lists
+    active_expert[i] = active_begin[i] = active_end[i] = 0;
 
   for (int first = 0; first < total; first += TILE) {
     if (total > TILE) {  // else the tile is still there

@@ -103,6 +103,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     active_before += active.y;
   }
   if (threadIdx.x == 0) *num_active = active_before;
+  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)  // readers copy whole lists
+    active_expert[i] = active_begin[i] = active_end[i] = 0;
   __syncthreads();
 
   for (int first = begin; first < end; first += 32) {

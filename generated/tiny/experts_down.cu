@@ -65,7 +65,7 @@ struct Lists {
   __device__ __forceinline__ int count(int active) const { return active_end[active] - active_begin[active]; }
 };
 
-// By all of the block, and not from L1, where old ones may be. What stands behind the last active expert is not used.
+// By all of the block, and not from L1, where old ones may be.
 __device__ __forceinline__ void copy_lists(Lists& lists, const int* active_expert, const int* active_begin,
                                            const int* active_end) {
   for (int i = threadIdx.x; i < EXPERTS; i += BLOCK) {

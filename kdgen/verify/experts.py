@@ -128,7 +128,7 @@ class _Lists:
         bench.findings.equal("num_active", number, np.array([len(active)], np.int32))
         for name, got, expected in zip(("active_expert", "active_begin", "active_end"), lists, (active, begins, ends), strict=True):
             bench.findings.equal(name, got[: len(active)], expected)
-            bench.findings.untouched(f"{name} beyond the active experts", got[len(active) :])
+            bench.findings.equal(f"{name} beyond the active experts", got[len(active) :], np.zeros(self.experts - len(active), np.int32))
         bench.findings.equal("assignments", assignments[: topk.size], order)
         bench.findings.untouched("assignments beyond the last", assignments[topk.size :])
 

@@ -654,6 +654,7 @@ TEMPLATES = [
         ("assignments of an expert in another order", "__popc(lanes & ((1u << lane) - 1))", "__popc(lanes >> lane >> 1)"),
         ("places are read after they were taken", "place[expert] : 0;\n  __syncwarp();\n", "place[expert] : 0;\n"),
         ("experts start before their lists are there", "  wait_for_previous_kernel();\n", "  begin_after_previous_kernel();\n"),
+        ("nothing is written behind the lists", "i = active_before + threadIdx.x; i < EXPERTS;", "i = EXPERTS; i < EXPERTS;"),
         ("only an expert's low bits are compared", "bit < EXPERTS; bit *= 2", "bit < EXPERTS / 2; bit *= 2"),
     ),
     *_in(
