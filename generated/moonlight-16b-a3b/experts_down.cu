@@ -43,8 +43,7 @@ struct Weights {  // of a lane, for a step
 constexpr int SIDE_BY_SIDE = 2;  // row tiles that a reading of more than 8 assignments' inputs is for
 constexpr int STAGE_STEPS = 2;   // steps that a warp copies at a time
 constexpr int SLOTS = 6;         // stages of a warp's ring: 6144 bytes a warp
-constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS,
-              WARP_INPUTS = WARP_STEPS * PARTS * PART_INPUTS;
+constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % SIDE_BY_SIDE == 0,
@@ -205,17 +204,6 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// Asks for this warp's inputs of up to 8 assignments, a lane for a quarter of one's lines, all of them at once: a
-// load whose line L2 has would take longer than a step.
-__device__ __forceinline__ void prefetch_inputs(const bf16* x, const int* assignments, int count) {
-  const int m = threadIdx.x % 32 / 4, first = threadIdx.x / 32 % WARPS * WARP_INPUTS,
-            end = min(first + WARP_INPUTS, COLS);
-  if (m >= count) return;
-  const u32 row = assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS;
-#pragma unroll 1  // few registers are left
-  for (int i = first + threadIdx.x % 4 * 64; i < end; i += 4 * 64) prefetch_line(x + (row + i));
-}
-
 // This warp's sums of row tiles with TILES * 8 assignments.
 template <int TILES>
 struct Columns {
@@ -223,9 +211,8 @@ struct Columns {
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
   Shared* shared;
   const bf16* x;
-  u32 x_at[TILES];    // this lane's inputs of this warp's first step, while there
-  bool there[TILES];  // is an assignment
-  u32 minus_136[4];   // a fragment, for INT4
+  int x_at[TILES];   // this lane's inputs of this warp's first step, or below 0 where there is no assignment
+  u32 minus_136[4];  // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
   } inputs
@@ -233,14 +220,13 @@ struct Columns {
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
       : shared(shared), x(x) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
-    if (TILES == 1 && HELD_STEPS < WARP_STEPS) prefetch_inputs(x, assignments, count);
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const int m = t * 8 + lane / 4;
-      there[t] = m < count;
-      x_at[t] = assignments[there[t] ? m : 0] / ASSIGNMENTS_PER_X_ROW * COLS + first_input(0, 0) +
-                lane % 4 * (PART_INPUTS / 4);
+      x_at[t] = m < count ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + first_input(0, 0) +
+                                lane % 4 * (PART_INPUTS / 4)
+                          : -1;
     }
 #pragma unroll
     for (int s = 0; s < HELD_STEPS; ++s) load_inputs(s, inputs[s]);
@@ -257,8 +243,8 @@ struct Columns {
   __device__ __forceinline__ void load_part(int step, int part, Inputs (&to)[TILES]) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const bf16* from = x + (x_at[t] + step * (PARTS * PART_INPUTS)) + part * PART_INPUTS;
-      to[t] = there[t] ? *reinterpret_cast<const Inputs*>(from) : Inputs{};
+      const bf16* from = x + (u32)(x_at[t] + step * (PARTS * PART_INPUTS)) + part * PART_INPUTS;
+      to[t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(from) : Inputs{};
     }
   }
   __device__ __forceinline__ void load_inputs(int step, Step& to) {
@@ -376,10 +362,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   const bool crowded = most > 8;
   if (most > EVEN) share = share_of_block(lists, experts, row_tiles);
   const int unit = share.x + group, end_unit = share.y;
-  if (unit < end_unit) {  // what is known of them, before the weights
-    const int first = lists.active_begin[unit / row_tiles];
-    prefetch_line(assignments + first);
-  }
   Stream weights{weight + warp * WARP_BYTES, row_tiles, (end_unit - unit + GROUPS - 1) / GROUPS,
                  unit / row_tiles, unit % row_tiles};
   if (unit < end_unit) crowded ? weights.open_expert<true>(lists) : weights.open_expert<false>(lists);

@@ -197,7 +197,7 @@ TEMPLATES = [
         ("offsets of later stages go to the first one's place", "keep_offsets(stage * STAGE_STEPS, some);", "keep_offsets(0, some);"),
         ("held inputs are all the first step's", "load_inputs(s, inputs[s]);", "load_inputs(0, inputs[s]);"),
         ("reads inputs beyond an odd half", "return !ODD_COLS || first_input(step, part) < COLS;", "return true;"),
-        ("wrong token column", "assignments[there[t] ? m : 0]", "assignments[there[t] ? m % 4 : 0]"),
+        ("wrong token column", "assignments[m] / ASSIGNMENTS_PER_X_ROW", "assignments[m % 4] / ASSIGNMENTS_PER_X_ROW"),
         ("every warp has the first one's inputs", "(threadIdx.x / 32 % WARPS * WARP_STEPS + step)", "step"),
         (
             "tiles side by side have the first one's weights",

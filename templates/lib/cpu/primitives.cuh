@@ -178,7 +178,6 @@ static inline void cp_async_wait() { emu_copy_wait(N); }
 static inline void bulk_copy(void* dst, const void* src, int bytes, u64* barrier, EMU_HERE) {
   emu_bulk_copy(dst, src, bytes, reinterpret_cast<uint64_t*>(barrier), line);
 }
-static inline void prefetch_line(const void* p, EMU_HERE) { __ldg(static_cast<const u32*>(p), line); }  // its word is read: the checker sees it
 static inline u64 read_once() { return 0; }
 static inline void cp_async_16(void* dst, const void* src, u64, EMU_HERE) { cp_async_16(dst, src, true, line); }
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }

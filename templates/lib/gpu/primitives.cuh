@@ -261,11 +261,6 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, int bytes,
                "l"(src), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// Brings the line of 128 bytes to L1: a load whose value nobody waits for. (prefetch.global.L1 holds a warp up on an H200.)
-__device__ __forceinline__ void prefetch_line(const void* p) {
-  u32 unused;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(unused) : "l"(p) : "memory");
-}
 // Weights are read once a step: keep them out of L1. Not volatile: the compiler may move these ahead of arithmetic.
 __device__ __forceinline__ uint4 load_stream_16(const void* p) {
   uint4 v;
