@@ -206,6 +206,7 @@ class CpuBackend(Backend):
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
         self._shared: SharedGather | None = None
+        self._share_of_memory: int | None = None  # bytes, of a rank
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -270,6 +271,8 @@ class CpuBackend(Backend):
         self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
         self.group = group
         self.description += f", one of {group.ranks} ranks"
+        if (available := _memory_available()) is not None:  # looked at here, for no rank loads anything before all have joined
+            self._share_of_memory = available // group.ranks
         return "gather"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
@@ -309,12 +312,8 @@ class CpuBackend(Backend):
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
 
     def memory_limit(self) -> int | None:
-        """What the system can give without swapping. Linux promises more, and ends processes when it is used."""
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-        except (OSError, StopIteration):
-            return None
+        """What the system can give without swapping; among ranks, an equal share of it."""
+        return _memory_available() if self._share_of_memory is None else self._share_of_memory
 
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
         return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape)[:rows].copy()
@@ -349,6 +348,15 @@ def _cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _memory_available() -> int | None:
+    """Bytes that the system can give without swapping. Linux promises more, and ends processes when it is used."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _allocation(array: DeviceArray) -> _Allocation:

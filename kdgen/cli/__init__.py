@@ -31,7 +31,7 @@ class LazyGroup(click.Group):
         ("build", "Generate and compile the kernels of model specs."),
         ("verify", "Check kernels and decoding against references, bit for bit where promised."),
         ("demo", "Decode with draft trees and plainly, and compare."),
-        ("plan", "Show what a plan decides: kernels, memory, work per token."),
+        ("plan", "Show what a model needs on some GPUs, and its fastest steps there."),
         ("generate", "Continue text or token ids with a model's weights, plainly or with draft trees."),
         ("import", "Pack a published model into one .kdtr file that loads as it is."),
         ("quantize", "Round a model's routed experts to INT4, in the published format."),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import kdgen.backends.cpu as cpu_module
+from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError, KdgenError
 from kdgen.launch import run_ranks
 from kdgen.ranks import Group, Place, _Pulse, place_in
@@ -121,6 +123,20 @@ def test_every_rank_gets_what_all_gave() -> None:
     expected = [b"", b"\1" * 100_000, b"\2" * 200_000]
     assert [results[rank] for rank in range(3)] == [expected] * 3
     assert all(group.one_host for group in members)
+    for group in members:
+        group.close()
+
+
+def test_cpu_ranks_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its part of the weights on the same host: together they may take what there is, and no more."""
+    monkeypatch.setattr(cpu_module, "_memory_available", lambda: 24 << 30)
+    members = groups(2)
+    backends = [CpuBackend("plain") for _ in members]
+    for backend, group in zip(backends, members, strict=True):
+        backend.join(group)
+    monkeypatch.setattr(cpu_module, "_memory_available", lambda: 13 << 30)  # the other has begun to load
+    assert [backend.memory_limit() for backend in backends] == [12 << 30] * 2
+    assert CpuBackend("plain").memory_limit() == 13 << 30
     for group in members:
         group.close()
 
