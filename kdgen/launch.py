@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from kdgen.errors import KdgenError
+from kdgen.ranks import signal_of
 
 #: Seconds that the other ranks have to end by themselves once one has failed, and again once they were asked to.
 PATIENCE = 4.0
@@ -74,9 +75,8 @@ def run_ranks(
             stderr.write(bug)  # a rank by itself knows where it is
         elif code != 2 or processes[0].returncode != 2:  # else rank 0 has made the same mistake, or was told why, and has said so
             stderr.write(texts[failed])
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                stderr.write(f"kdgen: rank {failed} of {ranks} was ended by {signal.Signals(-code).name}\n".encode())
+        if (name := signal_of(code)) and name != "SIGINT":  # a rank that is interrupted says so
+            stderr.write(f"kdgen: rank {failed} of {ranks} was ended by {name}\n".encode())
         stderr.flush()
         return max(code, 0) or 2
 

@@ -6,8 +6,9 @@ made-up weights.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kdgen.draft_spec import DraftSpec, no_drafter
 from kdgen.engine import Engine
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits, Plan
+from kdgen.plan.ir import Compute, Limits, Plan, Weight
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.plan.tiled import CHUNK_TOKENS
 from kdgen.ranks import Group
@@ -34,6 +35,8 @@ from kdgen.weights.synthetic import MOST_DRAWN, SyntheticWeights, checkpoint_byt
 
 #: Experts, or layers of a dense model, up to which made-up weights are named one by one; the largest models have tens of thousands.
 _MOST_PARTS = 2_000_000
+#: Of a weight that ranks compare before they load any.
+_SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,8 @@ def open_engine(
     plan = build_plan(model.spec, compute or model.compute, limits, shard)
     if group is not None:
         need_same_plan(group, plan)
+        drafters = model.weights if model.draft_weights is None else model.draft_weights
+        group.need_same({"weights": _digest(plan.weights, model.weights), "drafter's weights": _digest(plan.draft_weights, drafters)})
     elif plan.on(opened.family).tiled_rows:  # whose chunks are large
         limits = replace(limits, max_tokens=max(limits.max_tokens, min(context, CHUNK_TOKENS)))
         plan = build_plan(model.spec, compute or model.compute, limits, shard)
@@ -226,11 +231,19 @@ def _need_compute(model: Model, compute: Compute | None) -> None:
 
 def need_same_plan(group: Group, plan: Plan) -> None:
     """Raises BackendError when the ranks' plans are not those of one model with one set of options."""
-    mine = (plan.spec_sha256, plan.compute, plan.limits, plan.shard.ranks, plan.shard.exchange)
-    others = group.exchange(repr(mine).encode())
-    different = [str(rank) for rank, each in enumerate(others) if each != others[0]]
-    if different:
-        raise BackendError(f"ranks {', '.join(different)} have another model, or other options, than rank 0")
+    shard = plan.shard
+    group.need_same({"the model": plan.spec_sha256, "--dtype": plan.compute, "context": plan.limits, "--exchange": shard.exchange})
+
+
+def _digest(weights: Iterable[Weight], source: PackedWeights) -> str:
+    """Of the small weights that every rank has whole, norms above all: other copies of a model differ in them."""
+    found = hashlib.sha256()
+    for weight in weights:
+        if weight.part is None and weight.stored_bytes <= _SMALL_BYTES:
+            for layer in range(*weight.layers) if weight.layers else (0,):
+                for part in source.parts(weight, layer):
+                    found.update(part.tobytes())
+    return found.hexdigest()
 
 
 def open_shard(group: Group | None, backend: str | None = None, seed: int = 0, exchange: Exchange | None = None) -> tuple[Backend, Shard]:

@@ -68,11 +68,9 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
         return None
     if not 0 <= rank < ranks:
         raise KdgenError(f"{names[0]} is {rank} and {names[1]} is {ranks}: ranks count from 0")
-    local_rank = _number(environment, names[2]) if names[2] in environment else rank
     host = environment.get("MASTER_ADDR", "")
     if not host:
-        one_host = environment.get("SLURM_NNODES", "1") == "1" and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks)) == str(ranks)
-        if not one_host:
+        if not _on_one_host(environment, names, ranks):
             raise KdgenError(f"{ranks} ranks on several hosts: set MASTER_ADDR to the host of rank 0")
         host = "127.0.0.1"
     if "KDGEN_PORT" in environment:
@@ -87,22 +85,37 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
     seconds = _number(environment, "KDGEN_JOIN_SECONDS") if "KDGEN_JOIN_SECONDS" in environment else JOIN_SECONDS
     if seconds < 1:
         raise KdgenError("the environment variable KDGEN_JOIN_SECONDS is 0: ranks need at least a second to meet")
-    return Place(rank, ranks, local_rank, host, port, environment.get("KDGEN_JOB", ""), parent, seconds)
+    return Place(rank, ranks, _local_rank(environment, names, rank), host, port, environment.get("KDGEN_JOB", ""), parent, seconds)
 
 
-#: Variables of rank, ranks and rank on its host, by launcher.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+#: Variables of rank, ranks, rank on its host and, but for Slurm, ranks there, by launcher.
+_LAUNCHERS: tuple[tuple[str, ...], ...] = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
+
+
+def _local_rank(environment: Mapping[str, str], names: Sequence[str], rank: int) -> int:
+    """The rank on its host by the launcher of ``names``, or by another that has given this process the same place among as many, as
+    Slurm has where it speaks PMI or a script has set RANK from its variables; ``rank`` where none says."""
+    same = [each for each in _LAUNCHERS if all(environment.get(a) == environment[b] for a, b in zip(each[:2], names[:2], strict=True))]
+    return next((_number(environment, each[2]) for each in (names, *same) if each[2] in environment), rank)
+
+
+def _on_one_host(environment: Mapping[str, str], names: Sequence[str], ranks: int) -> bool:
+    """By the number of ranks here, where the launcher of ``names`` gives it; else by Slurm's nodes, a step's before its whole job's."""
+    for here in names[3:]:
+        if here in environment:
+            return _number(environment, here) == ranks
+    return environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1"
 
 
 def _need_no_half(environment: Mapping[str, str]) -> None:
     """Raises KdgenError when there is a rank without their number, or the other way round. Slurm gives a batch script, which is no step
     of several tasks, a rank alone."""
-    for rank, ranks, _ in _LAUNCHERS:
+    for rank, ranks, *_ in _LAUNCHERS:
         here, missing = (rank, ranks) if rank in environment else (ranks, rank)
         if here in environment and here != "SLURM_PROCID":
             raise KdgenError(
@@ -166,6 +179,16 @@ class Group:
         found = json.loads(self.exchange(json.dumps(list(seconds.items())).encode())[0])
         return {int(key): float(value) for key, value in found}
 
+    def need_same(self, given: Mapping[str, object]) -> None:
+        """Raises BackendError, naming the keys, unless every rank gives the same: ranks that do other things wait for each other for
+        ever, or add up what does not belong together. Values are compared as they print."""
+        mine = {key: repr(value) for key, value in given.items()}
+        others = [json.loads(each) for each in self.exchange(json.dumps(mine).encode())]
+        keys = [key for key in others[0] if any(each.get(key) != others[0][key] for each in others)]
+        if keys:
+            different = ", ".join(f"rank {rank}" for rank, each in enumerate(others) if each != others[0])
+            raise BackendError(f"{different} and rank 0 differ in {', '.join(keys)}: start all ranks with the same model and options")
+
     def check(self) -> None:
         """Raises BackendError when a rank is lost."""
         if self.lost:
@@ -175,7 +198,7 @@ class Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(f"{kind.__name__}: {error}" if kind is not None and not self.lost else "")
+        self.close(_problem(self.rank, kind, error) if kind is not None and not self.lost else "")
 
     def close(self, problem: str = "") -> None:
         """Leave; with a ``problem``, which the others are told, the job ends for all."""
@@ -373,6 +396,21 @@ class _Pulse:
         if stopped:
             self._heard = dict.fromkeys(self._heard, now)
         return [rank for rank, at in self._heard.items() if now - at > QUIET_SECONDS]
+
+
+def _problem(rank: int, kind: type[BaseException], error: BaseException | None) -> str:
+    """What other ranks are told of the exception that ends this one."""
+    if issubclass(kind, KeyboardInterrupt):
+        return f"rank {rank} was interrupted"
+    if isinstance(error, SystemExit) and (name := signal_of(error.code)):
+        return f"rank {rank} was ended by {name}"
+    return f"{kind.__name__}: {error}"
+
+
+def signal_of(code: object) -> str:
+    """The name of the signal by which a process with this exit code has ended, whether it was killed or ended in order; else empty."""
+    number = 0 if not isinstance(code, int) else -code if code < 0 else code - 128
+    return next((each.name for each in signal.Signals if each == number), "")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ collectives in a flag of its own; waiting for the others' looks every few millis
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,26 +72,21 @@ def shared_memory(group: Group, nbytes: int) -> npt.NDArray[np.uint8]:
 
     Raises BackendError when there is no room for it, or a rank is lost.
     """
-    path = b""
-    if group.rank == 0:
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        try:
-            handle, name = tempfile.mkstemp(prefix="kdgen-ranks-", dir=folder)
-            with os.fdopen(handle, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            raise BackendError(f"no {nbytes} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
-        path = os.fsencode(name)
-    try:
-        path = group.exchange(path)[0]
-        with Path(os.fsdecode(path)).open("r+b") as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
-        group.exchange(b"")  # everybody has it
-    except OSError as error:
-        raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
-    finally:
+    with contextlib.ExitStack() as files:
+        path = b""
         if group.rank == 0:
-            Path(os.fsdecode(path)).unlink(missing_ok=True)
+            try:
+                file = files.enter_context(os.fdopen(os.memfd_create("kdgen-ranks"), "wb"))
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                raise BackendError(f"no {nbytes} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}".encode()
+        try:
+            with Path(os.fsdecode(group.exchange(path)[0])).open("r+b") as shared:
+                memory = np.frombuffer(mmap.mmap(shared.fileno(), nbytes), np.uint8)
+            group.exchange(b"")  # everybody has it
+        except OSError as error:
+            raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
     return memory
 
 

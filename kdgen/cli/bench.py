@@ -102,6 +102,7 @@ def command(
         plan = build_plan(model.spec, dtype, limits, shard)
         if group is not None:
             need_same_plan(group, plan)
+            group.need_same({"--context": contexts, "--nodes": nodes, "--kernels": kernels, "--seed": seed})
         loading = "weights {:.1f} of {:.1f} GB"
         engine = Engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))
         report = measure(engine, contexts, nodes, say, kernels)

@@ -257,6 +257,15 @@ def command(
         if not rank:
             warn_of_room(room, len(tokens), max_new_tokens)
         stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
+        if group:
+            who = draft if draft in DRAFTERS else "dflash"  # whose folder may have another path on another host
+            group.need_same(
+                {
+                    "--max-new-tokens": max_new_tokens, "end-of-sequence tokens": stop, "--draft": who, "--chain": chain,
+                    "--error-rate": error_rate, "--budget": budget, "--block-size": block_size, "--chunk": chunk, "--seed": seed,
+                    "options of sampling": sampling, "--check-exact": check_exact,
+                }
+            )  # fmt: skip
         with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
             opened = open_engine(opened_model, room, dtype, backend, seed, bar, group, exchange)
         if budget is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from kdgen.backends.cuda import cuda_unusable
 from kdgen.cli import main
@@ -96,8 +98,20 @@ def test_packed_files_are_for_one_rank(tmp_path: Path) -> None:
     assert result.returncode == 2 and "is packed for one rank" in result.stderr
 
 
-def test_ranks_that_are_given_different_models() -> None:
-    """A launcher that starts one rank with other options: both end, and say why."""
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["--dtype", "f32"], "--dtype"),
+        (["--chunk", "1"], "--chunk"),  # each of these would wait for the other for ever, or add up what does not belong together
+        (["--draft", "random"], "--draft"),
+        (["--temperature", "1"], "options of sampling"),
+        (["--model", "OTHER"], "weights"),
+    ],
+)
+def test_ranks_that_are_given_different_models(tmp_path: Path, others: list[str], said: str) -> None:
+    """A launcher that starts one rank with other options, or where there is another copy of the model: both end, and say why."""
+    if "OTHER" in others:
+        others = ["--model", str(other_copy(tmp_path))]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -108,13 +122,24 @@ def test_ranks_that_are_given_different_models() -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
         results[rank] = in_process_of_its_own(*common, *options, environment=place)
 
-    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, "--dtype", "f32"))]
+    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, *others))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for result in results.values():
-        assert result.returncode == 2 and "ranks 1 have another model, or other options, than rank 0" in result.stderr
+        assert f"rank 1 and rank 0 differ in {said}: start all ranks with the same model and options" in result.stderr, result.stderr
+        assert result.returncode == 2 and not result.stdout
+
+
+def other_copy(tmp_path: Path) -> Path:
+    """TINY with another last norm."""
+    folder = tmp_path / "other"
+    shutil.copytree(TINY, folder)
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}, file)
+    return folder
 
 
 def in_process_of_its_own(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

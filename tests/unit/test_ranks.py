@@ -49,6 +49,23 @@ SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
             Place(3, 4, 3, "127.0.0.1", 29611),
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Place(1, 2, 1, "127.0.0.1", 29611)),
+        (  # srun --mpi=pmi2 gives no rank on the host by MPICH's name
+            {"PMI_RANK": "5", "PMI_SIZE": "8", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "n0"},
+            Place(5, 8, 1, "n0", 29611),
+        ),
+        (  # a batch script's step of one task, and ranks that it starts by hand in it
+            {"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
+            Place(1, 2, 1, "127.0.0.1", 29611),
+        ),
+        (  # both on one of the job's two nodes
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_NNODES": "2"},
+            Place(1, 2, 1, "127.0.0.1", 29611),
+        ),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"},
+            Place(1, 2, 1, "127.0.0.1", 29611),
+        ),
         (
             {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "MASTER_ADDR": "n0",
              "SLURM_JOB_ID": "70001"},
@@ -71,6 +88,8 @@ def test_a_batch_script_of_slurm_is_one_rank() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "2"}, "set MASTER_ADDR"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "set MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "set MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "KDGEN_PORT": "70000"}, "set KDGEN_PORT"),
         ({"RANK": "\uff11", "WORLD_SIZE": "2"}, "RANK is '\uff11', no number"),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: ranks have both; set WORLD_SIZE, or unset RANK"),
@@ -175,6 +194,26 @@ def test_time_in_which_a_process_is_stopped_itself_counts_for_nobody() -> None:
     assert [pulse.quiet(100.0 + second) for second in range(1, 10)] == [[]] * 8 + [[1, 2]]
     pulse.leave(1)
     assert pulse.quiet(110.0) == [2] and pulse.ranks == [2]
+
+
+def test_what_ranks_must_have_alike() -> None:
+    members = groups(3)
+    said: dict[int, str] = {}
+
+    def need(group: Group) -> None:
+        group.need_same({"--seed": 7, "--chunk": None})
+        with pytest.raises(BackendError) as error:
+            group.need_same({"--seed": 7, "--chunk": 4 if group.rank == 1 else None, "--draft": "ngram"})
+        said[group.rank] = str(error.value)
+
+    threads = [threading.Thread(target=need, args=(group,)) for group in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == dict.fromkeys(range(3), "rank 1 and rank 0 differ in --chunk: start all ranks with the same model and options")
+    for group in members:
+        group.close()
 
 
 def test_nobody_to_join() -> None:
@@ -311,6 +350,55 @@ while True:
 """
     code, _, said, seconds = run(tmp_path, 3, body)
     assert code == 2 and seconds < SECONDS and f"rank {victim} of 3 was ended by SIGKILL" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_asked_to_end_ends_the_job(tmp_path: Path, victim: int) -> None:
+    """It ends in order, with an exit code of its own, and the job says why."""
+    body = f"""
+import signal
+def end(number, frame):
+    raise SystemExit(128 + number)
+signal.signal(signal.SIGTERM, end)
+gather(1)
+if group.rank == {victim}:
+    os.kill(os.getpid(), signal.SIGTERM)
+while True:
+    gather(2)
+"""
+    code, _, said, seconds = run(tmp_path, 2, body)
+    assert code in (2, 143) and seconds < SECONDS and f"rank {victim} of 2 was ended by SIGTERM" in said, said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyboardInterrupt(), "rank 1 was interrupted"), (SystemExit(143), "rank 1 was ended by SIGTERM")]
+)
+def test_others_hear_how_a_rank_was_ended(error: BaseException, said: str) -> None:
+    first, second = groups(2)
+    second.__exit__(type(error), error, None)
+    with pytest.raises(BackendError, match=said):
+        first.exchange(b"")
+    first.close()
+
+
+@pytest.mark.parametrize("when", ["waiting", "no room"])
+def test_no_shared_memory_is_left(tmp_path: Path, when: str) -> None:
+    """When rank 0 is killed while it waits for the other to take its memory, and when there is too little."""
+    ends = {"waiting": "threading.Timer(1, os.kill, (os.getpid(), 9)).start()", "no room": "os.posix_fallocate = full"}[when]
+    body = f"""
+import threading
+def full(*_):
+    raise OSError(28, "No space left on device")
+if group.rank:
+    time.sleep(3)
+else:
+    {ends}
+gather(1)
+"""
+    before = set(Path("/dev/shm").iterdir())
+    code, _, said, _ = run(tmp_path, 2, body)
+    assert code == 2 and ("SIGKILL" if when == "waiting" else "bytes of shared memory for 2 ranks: No space left on device") in said
+    assert not [file for file in set(Path("/dev/shm").iterdir()) - before if file.name.startswith("kdgen-")]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
