@@ -39,6 +39,10 @@ class CompileError(KdgenError):
     """A kernel did not compile; the message carries the kernel's name, the template and the compiler's log."""
 
 
+class RanksError(KdgenError):
+    """So many ranks cannot share this model. Every rank finds that by itself, alike, so of several the first one says it."""
+
+
 class BackendError(KdgenError):
     """A backend cannot run here (no GPU, no C++ compiler, out of memory) or a launch failed."""
 

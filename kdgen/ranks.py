@@ -227,12 +227,10 @@ class Group:
         waiting: dict[tuple[int, str], socket.socket] = {}
         with listener:
             while len(waiting) < 2 * (self.ranks - 1):
-                missing = ", ".join(map(str, sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting})))
-                wait.say(f"ranks {missing} at {place.host} port {place.port}")
+                missing = named(sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting}))
+                wait.say(f"{missing} at {place.host} port {place.port}")
                 if wait.over:
-                    raise KdgenError(
-                        f"ranks {missing} of {self.ranks} did not come in {place.seconds:.0f} s; KDGEN_JOIN_SECONDS gives them more"
-                    )
+                    raise KdgenError(f"{missing} of {self.ranks} did not come in {place.seconds:.0f} s; KDGEN_JOIN_SECONDS gives them more")
                 listener.settimeout(0.2)
                 try:
                     connection, _ = listener.accept()
@@ -275,7 +273,11 @@ class Group:
                 except (OSError, ValueError) as error:
                     wait.say(f"rank 0 at {where}")
                     if wait.over:
-                        raise KdgenError(f"rank {self.rank} cannot reach rank 0 at {where}: {error}") from None
+                        why = (error.strerror if isinstance(error, OSError) else None) or error
+                        hint = "MASTER_ADDR names its host, KDGEN_JOIN_SECONDS gives it more"
+                        raise KdgenError(
+                            f"rank {self.rank} could not reach rank 0 at {where} in {self.place.seconds:.0f} s: {why}; {hint}"
+                        ) from None
                     time.sleep(0.05)
             if refusal:
                 raise KdgenError(f"rank {self.rank} with kdgen {__version__} and {self.ranks} ranks does not fit: {refusal}")
@@ -339,6 +341,11 @@ class Group:
             return None if kind == b"bye" else ""
         said = reason[0].decode(errors="replace") if reason else ""
         return said if said.startswith("rank ") else f"rank {rank} failed: {said}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class _Wait:

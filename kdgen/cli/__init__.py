@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 from kdgen import __version__
-from kdgen.errors import KdgenError
+from kdgen.errors import KdgenError, RanksError
 
 
 class LazyGroup(click.Group):
@@ -80,7 +80,7 @@ class LazyGroup(click.Group):
         except KdgenError as error:
             if ctx.params["debug"]:
                 traceback.print_exc()
-            else:
+            elif not (isinstance(error, RanksError) and _told_by_rank_0()):
                 # names in files may hold what a terminal would obey
                 text = "\n".join(printable(line.expandtabs()) for line in str(error).split("\n"))
                 click.echo(f"kdgen: error: {text}", err=True)

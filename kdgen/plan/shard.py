@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kdgen.draft_spec import DraftSpec
-from kdgen.errors import KdgenError
+from kdgen.errors import KdgenError, RanksError
 from kdgen.spec import Spec
 
 #: How partial results reach the other ranks: an all-gather, or kernels that read the other ranks' memory.
@@ -87,11 +87,11 @@ def shard_obstacles(spec: Spec, ranks: int) -> tuple[str, ...]:
 
 
 def check_shard(spec: Spec, shard: Shard) -> None:
-    """Raises KdgenError when there is no such rank, or the ranks cannot share the model, naming the dims and the numbers that can."""
+    """Raises RanksError when the ranks cannot share the model, naming the dims and the numbers that can, KdgenError for no such rank."""
     if not 1 <= shard.ranks <= MAX_RANKS:
-        raise KdgenError(f"{spec.name}: {shard.ranks} ranks; 1 to {MAX_RANKS} can share a model")
+        raise RanksError(f"{spec.name}: {shard.ranks} ranks; 1 to {MAX_RANKS} can share a model")
     if not 0 <= shard.rank < shard.ranks:
         raise KdgenError(f"{spec.name}: there is no rank {shard.rank} among {shard.ranks}")
     if obstacles := shard_obstacles(spec, shard.ranks):
         possible = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if not shard_obstacles(spec, n))
-        raise KdgenError(f"{spec.name}: {shard.ranks} ranks cannot share it: {'; '.join(obstacles)}. Numbers that can: {possible}")
+        raise RanksError(f"{spec.name}: {shard.ranks} ranks cannot share it: {'; '.join(obstacles)}. Numbers that can: {possible}")

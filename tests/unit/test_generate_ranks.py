@@ -62,6 +62,13 @@ def test_the_first_rank_alone_tells_what_is_wrong_with_all_ranks_command(argumen
         assert result.returncode == 2 and bool(result.stderr) == (rank == 0), result.stderr
 
 
+def test_the_first_rank_alone_tells_that_they_are_too_many() -> None:
+    for rank in (0, 2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "3"}
+        result = in_process_of_its_own("--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", environment=place)
+        assert result.returncode == 2 and ("3 ranks cannot share it" in result.stderr) == bool(result.stderr) == (rank == 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
