@@ -160,7 +160,7 @@ class Backend(ABC):
 
         All ranks call it alike. Raises BackendError when memory cannot be shared.
         """
-        raise BackendError(f"{self.description} shares no memory with other ranks")
+        raise BackendError(f"{self.description} shares no memory with other ranks: --exchange gather does without")
 
     def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
         """What rank 0 measured, for ranks must choose alike; ``seconds`` itself where there are no others."""

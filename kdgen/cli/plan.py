@@ -25,7 +25,9 @@ CONTEXT = 4096  #: tokens in the cache, unless told
 @click.option("--gpu", default="h200", show_default=True, help=f"The GPU: {', '.join(each.name for each in gpu_models())}.")
 @click.option("--tp", type=IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
 @click.option("--context", type=IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
-@click.option("--nodes", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Draft nodes of a tree; its step has a row more.")
+@click.option(
+    "--nodes", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Draft nodes of a tree; its step has a row more."
+)
 @click.option(
     "--acceptance", type=Float(), default=0.8, show_default=True, help="How often the draft's best token is right, at each depth."
 )

@@ -22,8 +22,10 @@ from kdgen.verify.report import SCHEMA, print_report
 @click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
 @click.option("--jobs", type=IntRange(min=1), help="With --fuzz: processes; as many as there are cores without it.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
-@click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
-@click.option("--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained HTML page, too.")
+@click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails.")
+@click.option(
+    "--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Without --fuzz: write a self-contained HTML page, too."
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
 @click.pass_context
 def command(
