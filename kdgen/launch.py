@@ -22,6 +22,8 @@ from kdgen.ranks import signal_of
 
 #: Seconds that the other ranks have to end by themselves once one has failed, and again once they were asked to.
 PATIENCE = 4.0
+#: Seconds after which ranks that were interrupted with this process have ended.
+HEARING = 1.0
 _POLL = 0.05
 
 
@@ -37,8 +39,8 @@ def run_ranks(
     """Run ``command`` once a rank and return the job's exit code, 0 when all ranks give 0.
 
     Rank 0 has ``given`` as its input, ``output`` as its stdout and ``errors`` as its stderr, or this process's own. What another rank
-    writes to stderr is kept, and goes to rank 0's when it is a traceback, or that rank has failed and rank 0 has not said why. No rank
-    is left when this returns or raises.
+    writes to stderr is kept, and goes to rank 0's when it is a traceback, or that rank has failed and rank 0 has not said why. Raises
+    KeyboardInterrupt once rank 0 has had the time to say how far it came. No rank is left when this returns or raises.
     """
     shared = dict(os.environ if environment is None else environment)
     shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": str(_free_port()), "KDGEN_JOB": secrets.token_hex(8)}
@@ -64,7 +66,13 @@ def run_ranks(
                 )  # fmt: skip
             except OSError as error:
                 raise KdgenError(f"rank {rank} cannot be started: {command[0]}: {error.strerror or error}") from error
-        failed = _first_failure(processes)
+        try:
+            failed = _first_failure(processes)
+        except KeyboardInterrupt:  # of a terminal all ranks hear, of a signal this process alone
+            if not _wait_for(processes, HEARING):
+                processes[0].send_signal(signal.SIGINT)
+                _wait_for(processes, PATIENCE)
+            raise
         if failed is None:
             return 0
         _wait_for(processes, PATIENCE)

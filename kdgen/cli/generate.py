@@ -249,7 +249,10 @@ def command(
         room = context_for(spec, len(prompt_tokens()), max_new_tokens, context)
         check_plan(opened_model, room, dtype, Shard(ranks))
         piped = f"{given}\n".encode() if prompt_ids is None and prompt in (None, "-") else None
-        ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=piped))
+        try:
+            ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=piped))
+        except KeyboardInterrupt:
+            ctx.exit(130)  # the first rank has said what there is to say
     with joined(place) as group:
         rank = group.rank if group else 0
         tokens = _from_first(group, () if rank else prompt_tokens())
@@ -278,7 +281,7 @@ def command(
             try:
                 decoded, exact = _decode(opened.engine, run, check_exact, live, say)
             except KeyboardInterrupt:
-                if not live.steps or group:
+                if not live.steps:
                     raise
                 interrupted, decoded, exact = True, live.decoded(draft != "none"), None
         live.finish()
@@ -289,6 +292,8 @@ def command(
             emit_json("kdgen.generate/1", report)
         elif not rank:
             click.echo(_summary(report, opened.engine), err=True)
+        if interrupted and group:
+            raise SystemExit(130)  # out of the block, for the other ranks must hear of it
     ctx.exit(130 if interrupted else 1 if exact is False else 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -153,3 +154,18 @@ def other_copy(tmp_path: Path) -> Path:
 def in_process_of_its_own(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from kdgen.cli import main; main()", "generate", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}), timeout=120)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("by_terminal", [True, False])
+def test_control_c_ends_ranks_with_statistics(by_terminal: bool) -> None:
+    """A terminal interrupts launcher and ranks, ``kill`` the launcher alone."""
+    options = "--prompt-ids 5,17,9 --max-new-tokens 1000 --ignore-eos --backend cpu --tp 2".split()
+    command = [sys.executable, "-c", "from kdgen.cli import main; main(prog_name='kdgen')", "generate", "--model", str(TINY), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stdout
+    shown = os.read(process.stdout.fileno(), 1000)
+    (os.killpg if by_terminal else os.kill)(process.pid, signal.SIGINT)
+    output, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and shown + output
+    assert said.count(b"(interrupted)") == 1 and b"kdgen:" not in said and b"Traceback" not in said, said
