@@ -160,7 +160,7 @@ def in_process_of_its_own(*arguments: str, environment: dict[str, str] | None = 
 @pytest.mark.parametrize("by_terminal", [True, False])
 def test_control_c_ends_ranks_with_statistics(by_terminal: bool) -> None:
     """A terminal interrupts launcher and ranks, ``kill`` the launcher alone."""
-    options = "--prompt-ids 5,17,9 --max-new-tokens 1000 --ignore-eos --backend cpu --tp 2".split()
+    options = ["--prompt-ids", "5,17,9", "--max-new-tokens", "1000", "--ignore-eos", "--backend", "cpu", "--tp", "2"]
     command = [sys.executable, "-c", "from kdgen.cli import main; main(prog_name='kdgen')", "generate", "--model", str(TINY), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     assert process.stdout
