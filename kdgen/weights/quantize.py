@@ -102,7 +102,7 @@ def _check(spec: Spec, out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise KdgenError(f"{out}: its folder {out.parent} does not exist")
     if spec.quantization is not None:
-        raise KdgenError(f"{spec.name} is quantized already")
+        raise KdgenError(f"{spec.name} is quantized already: use it as it is")
     if not spec.has_moe:
         raise KdgenError(f"{spec.name} has no routed experts, and they are what is quantized")
     group = QUANTIZATION.group_size
