@@ -217,7 +217,7 @@ def _fewest_ranks(spec: Spec, compute: Compute | None, gpu: GpuModel, context: i
 
 def experts_hit(spec: Spec, rows: int) -> float:
     """Distinct experts of a layer that so many tokens are expected to choose, each independently and all experts alike."""
-    return expected_experts(spec.n_routed_experts, spec.num_experts_per_tok, rows) if spec.n_routed_experts else 0.0
+    return expected_experts(spec.n_routed_experts or 0, spec.num_experts_per_tok, rows) if spec.has_moe else 0.0
 
 
 def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Step:

@@ -34,9 +34,9 @@ class Placement:
 
 
 def placements(spec: Spec, compute: Compute, shared: Plan, seed: int = 0) -> tuple[Placement, ...]:
-    """For steps of several sizes of ``spec``, whose part ``shared`` is; empty where it has no routed experts or one rank."""
-    ranks, experts = shared.shard.ranks, spec.n_routed_experts
-    if not experts or ranks == 1:
+    """For steps of several sizes of ``spec``, whose part ``shared`` is; empty where none of its layers has experts, or for one rank."""
+    ranks, experts = shared.shard.ranks, spec.n_routed_experts or 0
+    if not spec.has_moe or ranks == 1:
         return ()
     whole = build_plan(spec, compute)
     rng = np.random.default_rng(seed)

@@ -217,9 +217,7 @@ class Group:
     def _accept(self, wait: _Wait) -> None:
         place = self.place
         try:
-            family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-            host = place.host if _is_local(place.host) else ""
-            listener = socket.create_server((host, place.port), family=family, backlog=2 * self.ranks)
+            listener = _listener(place.host, place.port, 2 * self.ranks)
         except OSError as error:
             # create_server puts the address into strerror
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
@@ -435,8 +433,17 @@ def _go_on_without_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT))
 
 
-def _is_local(host: str) -> bool:
-    return host in ("127.0.0.1", "localhost", "::1")
+def _listener(host: str, port: int, backlog: int) -> socket.socket:
+    """On this host alone where ``host`` is a name for it; else on all addresses, for others may know it by one of either version."""
+    if host in ("127.0.0.1", "localhost"):
+        return socket.create_server((host, port), backlog=backlog)
+    if host == "::1" or not socket.has_dualstack_ipv6():
+        return socket.create_server((host if host == "::1" else "", port), family=_family(host), backlog=backlog)
+    return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:

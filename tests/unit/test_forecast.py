@@ -17,7 +17,7 @@ from kdgen.gpus import READ_FRACTION, gpu_model, gpu_models
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
 from kdgen.plan.shard import Shard
-from kdgen.spec import load_spec
+from kdgen.spec import Spec, load_spec
 
 H200 = gpu_model("h200")
 
@@ -140,6 +140,13 @@ def test_the_context_of_a_small_model_is_all_that_it_has() -> None:
     assert result.exit_code == 0, result.output
     assert "demo (bf16) on 1 x H200 SXM, context 2048" in result.stdout
     assert "context 4096" in kdgen("k26").stdout
+
+
+def test_experts_that_no_layer_has() -> None:
+    """A config of experts whose layers are all dense, as ``--layers`` and a large first_k_dense_replace leave one."""
+    values = load_spec("tiny").model_dump(mode="json") | {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+    found = forecast(Spec.from_mapping(values, "dense"), H200, 2, 64)
+    assert found.placements == () and found.decode.experts == found.verify.experts == 0
 
 
 def test_gpus_have_names_of_their_own() -> None:

@@ -232,6 +232,25 @@ def test_a_port_in_use_is_named_once() -> None:
     assert str(found.value) == f"rank 0 cannot listen on 127.0.0.1 port {port}: Address already in use; set KDGEN_PORT to a free one"
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
+@pytest.mark.parametrize("known_as", ["::1", "127.0.0.1"])
+def test_rank_0_is_found_by_an_address_of_either_version(known_as: str) -> None:
+    """MASTER_ADDR is a name, and it depends on the other host which address that is."""
+    port, found = free_port(), {}
+
+    def join(rank: int, host: str) -> None:
+        found[rank] = Group(Place(rank, 2, rank, host, port, seconds=5))
+
+    threads = [threading.Thread(target=join, args=each) for each in ((0, "a-name"), (1, known_as))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1]
+    for group in found.values():
+        group.close()
+
+
 def test_strangers_and_other_jobs_are_ignored() -> None:
     port = free_port()
     outcome: list[object] = []
