@@ -83,7 +83,8 @@ def run_ranks(
             stderr.write(bug)  # a rank by itself knows where it is
         elif code != 2 or processes[0].returncode != 2:  # else rank 0 has made the same mistake, or was told why, and has said so
             stderr.write(texts[failed])
-        if (name := signal_of(code)) and name != "SIGINT":  # a rank that is interrupted says so
+        # a rank that is interrupted says so, and one whose reader has enough has nothing to say
+        if (name := signal_of(code)) and name not in ("SIGINT", "SIGPIPE"):
             stderr.write(f"kdgen: rank {failed} of {ranks} was ended by {name}\n".encode())
         stderr.flush()
         return max(code, 0) or 2

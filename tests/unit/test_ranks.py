@@ -390,6 +390,13 @@ while True:
     assert code in (2, 143) and seconds < SECONDS and re.search(f"rank {victim} (of 2 )?was ended by SIGTERM", said), said
 
 
+@pytest.mark.parametrize("code", [130, 141])
+def test_nothing_is_added_where_a_rank_was_interrupted_or_its_reader_had_enough(tmp_path: Path, code: int) -> None:
+    with (tmp_path / "err").open("w+b") as errors:
+        assert run_ranks([sys.executable, "-c", f"raise SystemExit({code})"], 1, errors=errors) == code
+    assert not (tmp_path / "err").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("error", "said"), [(KeyboardInterrupt(), "rank 1 was interrupted"), (SystemExit(143), "rank 1 was ended by SIGTERM")]
 )
