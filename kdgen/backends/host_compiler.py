@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import os
@@ -120,12 +121,19 @@ def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
 
 @functools.cache
 def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
-    """What ``command`` is, or None when it does not run. ``path`` is the PATH to look in."""
+    """What ``command`` is, or None when it does not run. ``path`` is the PATH to look in.
+
+    Raises BackendError when this process can start no other: that says nothing of the compiler.
+    """
     if not command:
         return None
     try:
         done = _run([*command, "--version"], {**os.environ, "PATH": path})
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            raise BackendError(
+                f"the C++ compiler {command[0]} cannot be started: {error.strerror}: a limit (ulimit -a) is too low"
+            ) from error
         return None
     identity = done.stdout.strip()
     if done.returncode or not identity:

@@ -507,6 +507,21 @@ def test_cxx_without_a_closing_quotation() -> None:
         host_compiler.find({"CXX": '"c++', "PATH": os.environ["PATH"]})
 
 
+def test_a_limit_is_no_missing_compiler() -> None:
+    script = """
+import resource
+from kdgen.backends import host_compiler
+from kdgen.errors import BackendError
+resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+try:
+    host_compiler.find({"PATH": "/usr/bin"})
+except BackendError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+    assert said.startswith("the C++ compiler g++ cannot be started: Too many open files")
+
+
 @pytest.mark.parametrize("writes", ["", "echo garbage > $out"])
 def test_a_compiler_that_writes_no_library(tmp_path: Path, own_cache: Path, writes: str) -> None:
     script = tmp_path / "c++"
