@@ -70,12 +70,31 @@ SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
         (
             {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "MASTER_ADDR": "n0",
              "SLURM_JOB_ID": "70001"},
-            Place(9, 16, 1, "n0", 29612),
+            Place(9, 16, 1, "n0", 32254, "70001"),
         ),
     ],
 )  # fmt: skip
 def test_places(environment: dict[str, str], expected: Place | None) -> None:
     assert place_in(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "one", "other"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, {"PMIX_NAMESPACE": "21@1"}, {"PMIX_NAMESPACE": "22@1"}),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"},
+            {"SLURM_STEP_ID": "0"},
+            {"SLURM_STEP_ID": "1"},
+        ),
+    ],
+)  # fmt: skip
+def test_jobs_of_one_host_at_the_same_time_do_not_meet(launcher: dict[str, str], one: dict[str, str], other: dict[str, str]) -> None:
+    first, second = place_in(launcher | one), place_in(launcher | other)
+    assert first is not None and second is not None
+    assert first.port != second.port and first.token != second.token
+    chosen = [place_in(launcher | job | {"KDGEN_PORT": "4000"}) for job in (one, other)]
+    assert chosen[0] == chosen[1]  # who chooses a port has told jobs apart, and heterogeneous jobs have several ids
 
 
 def test_a_batch_script_of_slurm_is_one_rank() -> None:
