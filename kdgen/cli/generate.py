@@ -285,6 +285,8 @@ def command(
                     raise
                 interrupted, decoded, exact = True, live.decoded(draft != "none"), None
         live.finish()
+        if group and exact is not None:
+            exact = all(json.loads(each) for each in group.exchange(json.dumps(exact).encode()))  # each compares a cache of its own
         seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
         timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
         report = _report(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)

@@ -141,6 +141,21 @@ def test_ranks_that_are_given_different_models(tmp_path: Path, others: list[str]
         assert result.returncode == 2 and not result.stdout
 
 
+def test_a_difference_on_any_rank_is_one() -> None:
+    script = """
+import os
+from kdgen.cli import generate, main
+if os.environ.get("RANK") == "1":
+    generate.same_rows = lambda *_: False
+main()
+"""
+    options = ["--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3", "--check-exact"]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        code = run_ranks([sys.executable, "-c", script, "generate", *options], 2, output=output, errors=errors)
+        errors.seek(0)
+        assert code == 1 and b"same tokens and cache bits as plain decoding: NO" in errors.read()
+
+
 def other_copy(tmp_path: Path) -> Path:
     """TINY with another last norm."""
     folder = tmp_path / "other"
