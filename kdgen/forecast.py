@@ -282,7 +282,8 @@ def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[st
     if ranks > 1:
         micro = gpu.collective_seconds * 1e6
         found.append(
-            f"{gpu.link}, {gpu.link_bandwidth / 1e9:.0f} GB/s out of a GPU by its data sheet; {micro:.0f} µs a collective, assumed"
+            f"{gpu.link} between all {ranks} GPUs, as in one host, {gpu.link_bandwidth / 1e9:.0f} GB/s out of each by its data sheet;"
+            f" {micro:.0f} µs a collective, assumed"
         )
     if spec.has_moe:
         found.append("every expert is as likely as any other, for each token by itself; real routing hits fewer")

@@ -149,6 +149,10 @@ def test_experts_that_no_layer_has() -> None:
     assert found.placements == () and found.decode.experts == found.verify.experts == 0
 
 
+def test_what_is_assumed_of_hosts_is_said() -> None:
+    assert any("NVLink 4 between all 64 GPUs, as in one host, 450 GB/s" in each for each in k26(64).assumptions)
+
+
 def test_gpus_have_names_of_their_own() -> None:
     names = [each.name for each in gpu_models()]
     assert len(set(names)) == len(names)
