@@ -18,7 +18,7 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.plan.attention import COMBINE_BESIDE, QUERIES
+from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.kernels import FEW
 from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
@@ -191,7 +191,7 @@ def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterato
 
 def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[tuple[str, Contender]]:
     spec, named = engine.spec, {weight.name: weight for weight in engine.plan.weights}
-    used = {launch.kernel for launch, _ in engine.plan.program("decode").launches(engine.plan.without(rows))}
+    used = {launch.kernel for launch, _ in engine.plan.program("decode").launches()}
     for kernel in engine.plan.kernels:
         weight = named.get(kernel.name.removesuffix(FEW))
         if kernel.name not in used:
@@ -209,9 +209,6 @@ def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterat
                     spec.v_head_dim if COMBINE_BESIDE in used else 0,
                 ),
             )
-        elif kernel.name == QUERIES:  # the peer does nothing for its norm, rotations and cache rows
-            heads, width, nope = spec.num_attention_heads, spec.qk_head_dim, spec.qk_nope_head_dim
-            yield kernel.name, torch.queries(heads, width, spec.q_lora_rank or 0, spec.kv_lora_rank, nope, rows)
         elif weight is not None and weight.layout == "mma_a":
             batch, outputs, inputs = weight.logical
             if batch == 1:

@@ -48,18 +48,6 @@ class Torch:
         weights = [self.random(batch, inputs, outputs) for _ in range(_copies(2 * batch * outputs * inputs))]
         return self.recorded([partial(torch.bmm, x, w) for w in weights])
 
-    def queries(self, heads: int, width: int, inputs: int, latent: int, nope: int, tokens: int) -> Contender:
-        """A product as ``linear``'s to ``width`` columns of each head, of which the first ``nope`` go on into the latent space."""
-        torch, x = self._torch, self.random(tokens, inputs)
-        copies = _copies(2 * heads * (width * inputs + nope * latent))
-        weights = [(self.random(heads * width, inputs), self.random(heads, nope, latent)) for _ in range(copies)]
-
-        def make(w_q: Any, w_uk: Any) -> Any:
-            q = torch.nn.functional.linear(x, w_q).view(tokens, heads, width)
-            return torch.bmm(q[..., :nope].transpose(0, 1), w_uk)
-
-        return self.recorded([partial(make, *each) for each in weights])
-
     def attention(self, heads: int, rows: int, keys: int, row: int, latent: int, scale: float, values: int = 0) -> Contender:
         """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax, and one more where outputs
         leave the latent space for ``values`` of each head."""

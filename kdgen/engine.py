@@ -374,12 +374,8 @@ class Engine:
         def argument(arg: Argument) -> Argument:
             return Pointer(other[arg.array.handle], arg.offset) if isinstance(arg, Pointer) and arg.array.handle in other else arg
 
-        logits, without = sequences if logits is None else logits, self._plan.without(tokens)
-        work = [
-            step.at(logits if step.rows == "logits" else tokens, context, sequences, self.backend.processors)
-            for step in self._programs[program]
-            if step.rows != without
-        ]
+        rows: dict[RowKind, int] = {"tokens": tokens, "logits": sequences if logits is None else logits}
+        work = [step.at(rows[step.rows], context, sequences, self.backend.processors) for step in self._programs[program]]
         if other:
             work = [replace(each, args=tuple(map(argument, each.args))) if isinstance(each, Launch) else each for each in work]
         return tuple(work)

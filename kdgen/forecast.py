@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kdgen.errors import KdgenError
 from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.placement import Placement, placements
-from kdgen.plan.attention import COMBINE_BESIDE, QUERIES
+from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
@@ -29,7 +29,7 @@ _PARTS = (
     ("routed experts", ("experts_", "router", "moe_")),
     ("shared experts", ("shared_",)),
     ("dense MLPs", ("gate_up_proj", "down_proj")),
-    ("attention projections", ("q_proj", "kv_a_proj", "q_a_kv_a_proj", "q_b_proj", QUERIES, "w_uk", "w_uv", COMBINE_BESIDE, "o_proj")),
+    ("attention projections", ("q_proj", "kv_a_proj", "q_a_kv_a_proj", "q_b_proj", "w_uk", "w_uv", COMBINE_BESIDE, "o_proj")),
     ("attention over the cache", ("mla_", "rope_cache")),
     ("embedding and logits", ("embed", "lm_head", "argmax", "sample")),
     ("drafter's features", ("draft_",)),
@@ -224,7 +224,7 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
     program = plan.program("decode" if rows == 1 else "verify")
     kernels = {kernel.name: kernel for kernel in plan.kernels}
     launched: dict[str, int] = {}
-    for launch, _ in program.launches(plan.without(rows)):
+    for launch, _ in program.launches():
         launched[launch.kernel] = launched.get(launch.kernel, 0) + 1
     hit = experts_hit(spec, rows)
     moved: dict[str, tuple[int, int]] = {}

@@ -87,7 +87,6 @@ class _Launch(ctypes.Structure):
         ("slot_count", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("threads", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
         ("os_threads", ctypes.c_uint32),
         ("flags", ctypes.c_uint32),
@@ -245,8 +244,7 @@ class CpuBackend(Backend):
             slot_count=len(args),
             grid=grid,
             threads=block,
-            cluster=loaded.source.cluster,
-            shared_bytes=smem * loaded.source.cluster,  # a cluster is one block here, with the memory of all
+            shared_bytes=min(smem * loaded.source.cluster, SHARED_LIMIT),  # here a cluster is one block
             os_threads=self._os_threads,
             flags=_FLAGS[self.mode],
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,

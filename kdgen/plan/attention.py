@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kdgen.plan.splits import Splits
-from kdgen.plan.tiles import CLUSTER, SMEM_LIMIT, WGMMA_SMEM_LIMIT, Mode, mma_warps
+from kdgen.plan.tiles import CLUSTER, SMEM_LIMIT, Mode, mma_warps
 from kdgen.spec import Spec
 
 
@@ -110,12 +108,6 @@ def attention_splits(spec: Spec, mode: Mode) -> Splits:
 
 HELD_STEPS = 16  # of a warp's weights, 4 registers each
 CACHE_BESIDE = "rmsnorm_q_a_and_cache"
-QUERIES = "queries_and_cache"
-#: Token rows up to which their queries and cache rows are made in one launch.
-QUERY_ROWS = 16
-#: Blocks that the heads of such a launch are divided among, if they can be: nearly one for each of an H200's multiprocessors.
-QUERY_BLOCKS = 128
-QUERY_STAGE_STEPS, QUERY_SLOTS = 1, 2  #: MMA steps of a stage of a warp's weights, and stages in shared memory
 COMBINE_BESIDE = "mla_combine_and_w_uv"
 #: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
 #: tests cross them.
@@ -132,36 +124,6 @@ def holds_heads(spec: Spec, mode: Mode) -> bool:
 def caches_beside(spec: Spec, mode: Mode) -> bool:
     """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
     return holds_heads(spec, mode) and spec.q_lora_rank is not None
-
-
-@dataclass(frozen=True)
-class QueryBlocks:
-    """How queries of up to QUERY_ROWS rows are made in one launch: the blocks and warps of a head, and how each warp reads its weights,
-    one slot of its ring after the other."""
-
-    cluster: int  #: blocks of a head
-    groups: int  #: of warps, of a block
-    slot: int  #: 512 bytes, of a stage
-    smem: int  #: of a block
-
-
-def query_blocks(spec: Spec, mode: Mode) -> QueryBlocks | None:
-    """None where they take three launches: where two blocks a head would leave much of the GPU idle or need it twice, or shapes do not fit.
-
-    H200, µs of K2.6's low-rank norm, cache rows, q_b and w_uk of 8 rows (2026-11-30): 16.3 as three launches, 15.5 to 16.0 as one. With
-    stages of 3 steps 17.3: what rows are normalised from comes behind three times as many bytes of weights. docs/measurements.md has more.
-    """
-    rank, query_tiles, cluster = spec.q_lora_rank, spec.qk_head_dim // 16, 2
-    if rank is None or rank > 4096 or not mode.wgmma or not caches_beside(spec, mode) or cluster * spec.num_attention_heads != QUERY_BLOCKS:
-        return None
-    warps, token_tiles = mma_warps(rank), QUERY_ROWS // 8
-    groups, steps = max(1, min(16 // warps, query_tiles // (2 * cluster))), rank // 16 // warps
-    tiles, latent_tiles = -(-query_tiles // (cluster * groups)), -(-(spec.kv_lora_rank // 16) // (cluster * groups * warps))
-    slot = max(tiles * max(QUERY_STAGE_STEPS, token_tiles), latent_tiles * spec.qk_nope_head_dim // 16)
-    rows = QUERY_ROWS * (rank + 16 + spec.qk_head_dim + 16) * 2
-    smem = groups * warps * QUERY_SLOTS * (slot * 512 + 8) + rows + 8
-    fits = smem <= WGMMA_SMEM_LIMIT and steps // QUERY_STAGE_STEPS >= QUERY_SLOTS - 1 and tiles * token_tiles <= 12  # sums, in registers
-    return QueryBlocks(cluster, groups, slot, smem) if fits else None
 
 
 def blocks_of_head(spec: Spec) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kdgen.errors import KdgenError
 from kdgen.plan import draft, tiled
-from kdgen.plan.attention import QUERY_ROWS, combines_beside, has_wgmma_shapes, mma_obstacles, query_blocks
+from kdgen.plan.attention import combines_beside, has_wgmma_shapes, mma_obstacles
 from kdgen.plan.ir import Compute, Family, Limits, Plan
 from kdgen.plan.kernels import Catalogue
 from kdgen.plan.programs import buffers, gathers, programs
@@ -67,10 +67,6 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
             )
     if family == "sm_90a":
         notes.append("sm_90a only: attention over the cache runs on wgmma, with splits of its own and a block an SM")
-        if query_blocks(part, mode):
-            notes.append(
-                f"sm_90a only: steps of up to {QUERY_ROWS} rows have queries and cache rows made in one launch, with two blocks a head"
-            )
         if combines_beside(part, mode):
             notes.append(
                 "sm_90a only: few rows join attention's splits and leave the latent space in one launch, with a cluster of blocks a head"
@@ -103,5 +99,4 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
         gathers=gathers(spec, shard),
         family=family,
         tiled_rows=tiled.TILED_ROWS[part.kv_lora_rank] if family == "sm_90a" else 0,
-        few_rows=QUERY_ROWS if query_blocks(part, mode) else 0,
     )

@@ -98,9 +98,7 @@ class Kernel:
     cluster: int = 1
 
 
-#: Rows of a launch: the step's token rows, or those of them that have logits; or its token rows, but only in steps of a few (``few``), up
-#: to the plan's ``few_rows``, or only in larger ones (``many``).
-RowKind = Literal["tokens", "logits", "few", "many"]
+RowKind = Literal["tokens", "logits"]  #: rows of a launch: the step's token rows, or those of them that have logits
 ArgKind = Literal["buffer", "layer_buffer", "weight", "layer_weight", "int", "rows", "ranks"]
 
 
@@ -154,13 +152,12 @@ class Program:
     name: str
     stages: tuple[Stage, ...]
 
-    def launches(self, without: RowKind | None = None) -> Iterator[tuple[Launch, int]]:
-        """Every launch in order with its layer (0 outside layer stages), but those of the kind that a step is ``without``."""
+    def launches(self) -> Iterator[tuple[Launch, int]]:
+        """Every launch in order with its layer (0 outside layer stages)."""
         for stage in self.stages:
             for layer in range(*stage.layers) if stage.layers else (0,):
                 for launch in stage.launches:
-                    if launch.rows != without:
-                        yield launch, layer
+                    yield launch, layer
 
 
 @dataclass(frozen=True)
@@ -265,7 +262,6 @@ class Plan:
     Plans of several ranks have the same kernels and programs, and differ in their weights and in which tokens are theirs.
     ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
     ``tiled_rows``: token rows from which on a prefill is the program for many rows, ``<program>_tiled``; 0 where there is none.
-    ``few_rows``: token rows up to which a step has launches for few rows instead of those for many; 0 where no program has both.
     ``special`` are whole plans for families of targets that do some of it in another way, with the same weights and state.
     """
 
@@ -285,15 +281,10 @@ class Plan:
     family: Family = "generic"
     special: tuple[Plan, ...] = ()
     tiled_rows: int = 0
-    few_rows: int = 0
 
     def on(self, family: Family) -> Plan:
         """The one plan for targets of ``family``: a special one, or this without any."""
         return next((plan for plan in self.special if plan.family == family), replace(self, special=()))
-
-    def without(self, tokens: int) -> RowKind:
-        """The kind of launches that a step of at most ``tokens`` rows leaves out."""
-        return "many" if tokens <= self.few_rows else "few"
 
     @property
     def key_tiles(self) -> bool:

@@ -18,13 +18,8 @@ from kdgen.plan.attention import (
     COMBINE_TOKENS,
     COMBINE_WARPS,
     HELD_STEPS,
-    QUERIES,
-    QUERY_ROWS,
-    QUERY_SLOTS,
-    QUERY_STAGE_STEPS,
     WGMMA_START_KEYS,
     WGMMA_TILE,
-    QueryBlocks,
     attention_smem,
     attention_splits,
     attention_visits,
@@ -32,7 +27,6 @@ from kdgen.plan.attention import (
     caches_beside,
     combines_beside,
     holds_heads,
-    query_blocks,
     wgmma_blocks,
     wgmma_group,
     wgmma_smem,
@@ -174,8 +168,6 @@ class Catalogue:
         absorb, values, o_proj = self.attention_linears()[-3:]
         if holds_heads(spec, self.mode):
             found.append(self._linear_heads(absorb, rotates=caches_beside(spec, self.mode)))
-        if blocks := query_blocks(spec, self.mode):
-            found.append(self._queries(blocks))
         found += [*self._shares(), self._attention(), self._combine(), self._linear(values)]
         if combines_beside(spec, self.mode):
             found.append(self._combine_and_heads(values))
@@ -333,26 +325,6 @@ class Catalogue:
         turned = 2 * layer.batch * s.qk_rope_head_dim * self.mode.act_bytes if rotates else 0
         summary = f"{layer.summary}, for few rows" + ("; beside it, queries' rotary parts" if rotates else "")
         return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary)
-
-    def _queries(self, blocks: QueryBlocks) -> Kernel:
-        """All between the projection of hidden rows and attention, of a few rows. One cluster more than heads writes cache rows."""
-        s, beside = self.spec, self._norm_and_cache()
-        q_b, absorb = (self._linear(layer) for layer in self.attention_linears()[1:3])
-        linear, heads = cast(params.LinearMma, q_b.params), cast(params.LinearMma, absorb.params)
-        rows = cast(params.NormAndCache, beside.params)
-        p = params.QueriesAndCache(
-            name=QUERIES, norm=replace(rows.norm, by_warp=True), cache=replace(rows.cache, by_warp=True), beside=beside.name,
-            q_b=q_b.name, w_uk=absorb.name, heads=s.num_attention_heads, nope=s.qk_nope_head_dim, rope=s.qk_rope_head_dim,
-            latent=s.kv_lora_rank, cols=linear.cols, warps=linear.warps, cluster=blocks.cluster, groups=blocks.groups,
-            stage_steps=QUERY_STAGE_STEPS, slots=QUERY_SLOTS, slot=blocks.slot, splits=heads.warps, max_tokens=QUERY_ROWS,
-            smem_comment=f"{blocks.smem} bytes, of the 227 KiB that sm_90a has",
-        )  # fmt: skip
-        cost, width = beside.cost + q_b.cost + absorb.cost, self.mode.act_bytes
-        inside = 2 * width * (p.cols + p.heads * p.nope)  # what goes from one to the next goes through no memory
-        cost = replace(cost, bytes_per_token=cost.bytes_per_token - inside)
-        summary = f"{beside.summary}; {q_b.summary}; {absorb.summary}; queries' rotary parts; of up to {QUERY_ROWS} rows"
-        block, grid = blocks.cluster * blocks.groups * p.warps * 32, (Extent(p.heads + 1), ONE, ONE)
-        return Kernel(p.name, "queries_and_cache.cu.j2", p, block, grid, blocks.smem, cost, summary, cluster=p.cluster)
 
     def _norm_q_a(self) -> Kernel:
         return self._norm("rmsnorm_q_a", self.spec.q_lora_rank or 0, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)

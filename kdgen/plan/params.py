@@ -46,7 +46,6 @@ class RmsNorm:
     rows_are_old: bool
     chosen: bool
     cluster: int = 0
-    by_warp: bool = False  #: a warp a row, instead of a block
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,6 @@ class RopeCache:
     tiled: bool  #: the cache lies in tiles (kdgen.key_tiles)
     block: int
     pairing_comment: str
-    by_warp: bool = False  #: a warp a row, instead of a block
 
 
 @dataclass(frozen=True)
@@ -167,35 +165,6 @@ class LinearHeads:
     rope: int
     interleave: bool
     epilogue_comment: str
-
-
-@dataclass(frozen=True)
-class QueriesAndCache:
-    name: str
-    norm: RmsNorm
-    cache: RopeCache
-    beside: str
-    q_b: str
-    w_uk: str
-    heads: int
-    nope: int
-    rope: int
-    latent: int
-    cols: int
-    warps: int
-    cluster: int
-    groups: int
-    stage_steps: int
-    slots: int
-    slot: int
-    splits: int
-    max_tokens: int
-    smem_comment: str
-
-    @property
-    def apart(self) -> tuple[str, ...]:
-        """The kernels that do a part each."""
-        return self.beside, self.q_b, self.w_uk
 
 
 @dataclass(frozen=True)
@@ -301,11 +270,6 @@ class CombineAndHeads:
     warp_tiles: int
     max_tokens: int
     smem_comment: str
-
-    @property
-    def apart(self) -> tuple[str, ...]:
-        """The kernels that do a part each."""
-        return self.combine, self.linear
 
 
 @dataclass(frozen=True)

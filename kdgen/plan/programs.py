@@ -15,17 +15,15 @@ from kdgen.plan.attention import (
     ATTENTION_ROWS,
     CACHE_BESIDE,
     COMBINE_BESIDE,
-    QUERIES,
     WGMMA_TILE,
     attention_splits,
     caches_beside,
     combines_beside,
     holds_heads,
-    query_blocks,
     share_bytes,
 )
 from kdgen.plan.experts import CHOICE_BESIDE, ROUTER_BESIDE, has_bf16_router, routes_beside
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, RowKind, Stage
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
 from kdgen.plan.kernels import FEW, NORMED, SENT, norms_sums, top_k_parts
 from kdgen.plan.shard import Shard, part_of
 from kdgen.plan.tiles import Mode, column_blocks
@@ -428,13 +426,7 @@ def _attention(spec: Spec, mode: Mode, limits: Limits, shard: Shard, few: bool, 
             capacity,
         )
         *inputs, target = absorb.args
-        apart: tuple[Launch, ...] = (cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target))
-        if query_blocks(spec, mode):
-            rows, weights = cache.args[:5], (layer_weight("q_b_proj"), layer_weight("w_uk_absorb"))
-            joined = launch(QUERIES, *rows, *gains, *weights, *tables, KV_CACHE, buffer("query"), capacity)
-            many: RowKind = "many"
-            apart = replace(joined, rows="few"), *(replace(each, rows=many) for each in apart)
-        queries = queries[0], *apart
+        queries = queries[0], cache, queries[2], launch(absorb.kernel, *inputs, buffer("row_position"), *tables, target)
     norm = _norm(layer_weight("post_attention_layernorm"))
     joins = few and combines_beside(spec, mode)
     attend = [each for group in range(groups) for each in _attend(spec, mode, limits, group if groups > 1 else None, joins)]

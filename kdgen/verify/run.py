@@ -20,7 +20,7 @@ from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import unsent
-from kdgen.plan.params import CombineAndHeads, PeerSumNorm, QueriesAndCache
+from kdgen.plan.params import CombineAndHeads, PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
@@ -136,7 +136,7 @@ def own_and_decode(special: Plan, plan: Plan) -> Plan:
 
 def with_those_held_to(kernels: Sequence[Kernel], wanted: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """``wanted`` and, of ``kernels``, those whose bits these must give: for few rows, or in launches of their own."""
-    joined = {name for each in wanted if isinstance(each.params, CombineAndHeads | QueriesAndCache) for name in each.params.apart}
+    joined = {name for each in wanted if isinstance(each.params, CombineAndHeads) for name in (each.params.combine, each.params.linear)}
     return tuple(each for each in kernels if each in wanted or twin_of(each, wanted) or each.name in joined)
 
 

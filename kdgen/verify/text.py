@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kdgen.plan.ir import Launch, Plan, Program, RowKind
+from kdgen.plan.ir import Launch, Plan, Program
 from kdgen.render import Rendered
 
 _WAIT = re.compile(r"\b(?:begin_after|wait_for)_previous_kernel\(\);")
@@ -52,17 +52,16 @@ def text_problems(kernels: Sequence[Rendered]) -> list[str]:
 def schedule_problems(plan: Plan, kernels: Sequence[Rendered]) -> list[str]:
     """What kernels read before they wait must be old in every program of ``plan``, whose kernels these all are."""
     texts = {rendered.kernel.name: _read(rendered) for rendered in kernels}
-    kinds: tuple[RowKind, ...] = ("many", "few")
-    found = [problem for program in plan.programs for without in kinds for problem in _early_reads(program, without, texts)]
+    found = [problem for program in plan.programs for problem in _early_reads(program, texts)]
     return list(dict.fromkeys(found))
 
 
-def _early_reads(program: Program, without: RowKind, texts: dict[str, _Text]) -> Iterator[str]:
-    """Reads before the wait of what may be new, in a step without that kind of launches. It is old where, since it was written, some
-    kernel has let the next one start only after its own wait: all that ran before that kernel was done then.
+def _early_reads(program: Program, texts: dict[str, _Text]) -> Iterator[str]:
+    """Reads before the wait of what may be new. It is old where, since it was written, some kernel has let the next one start only after
+    its own wait: all that ran before that kernel was done then.
     """
     any_late, fresh = False, set[str]()  # what was written since the last such kernel
-    for launch in (launch for launch, _ in program.launches(without) if launch.kernel in texts):
+    for launch in (launch for launch, _ in program.launches() if launch.kernel in texts):
         text = texts[launch.kernel]
         for name in sorted(text.early):
             buffer = _buffer_of(launch, text, name)

@@ -159,9 +159,9 @@ EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int
   for (const SharedArray& a : w->arrays) total += a.bytes;
   if (total > STATIC_LIMIT || start + bytes + RED_ZONE > STATIC_ARENA)
     fail(w, {current_lane(w), at_line(line)}, "%zu bytes of static shared memory; a block may have %zu", total, STATIC_LIMIT);
-  if (total + w->launch->shared_bytes > w->launch->cluster * SHARED_LIMIT)
+  if (total + w->launch->shared_bytes > SHARED_LIMIT)
     fail(w, {current_lane(w), at_line(line)}, "%zu bytes of static and %u of dynamic shared memory; a block may have %zu", total,
-         w->launch->shared_bytes, w->launch->cluster * SHARED_LIMIT);
+         w->launch->shared_bytes, SHARED_LIMIT);
   char* p = w->arena + start;
   w->arena_used = start + bytes + RED_ZONE;
   memset(p, POISON, bytes);

@@ -11,11 +11,10 @@
 static const size_t MAX_THREADS = 1024;
 static const size_t STATIC_LIMIT = 48 << 10;   // what CUDA allows without opting in
 static const size_t SHARED_LIMIT = 227 << 10;  // static and dynamic together: the largest of any GPU kdgen knows
-static const size_t CLUSTER = 8;                // blocks of a cluster that one block here stands for, at most
 static const size_t RED_ZONE = 64;             // between shared arrays, so that an index one too far is nobody's
 static const size_t STATIC_ARENA = 64 << 10;
 static const size_t DYNAMIC_START = STATIC_ARENA + 1024;  // aligned as the GPU side aligns it
-static const size_t ARENA = DYNAMIC_START + CLUSTER * SHARED_LIMIT + 4096;
+static const size_t ARENA = DYNAMIC_START + SHARED_LIMIT + 4096;
 static const size_t STACK = 64 << 10;
 static const size_t PAGE = 4096;
 static const unsigned char POISON = 0xff;  // NaN as f32, f64 and bf16; -1 as an integer
@@ -41,8 +40,7 @@ struct EmuLaunch {
   uint32_t slot_count;
   uint32_t grid[3];
   uint32_t threads;
-  uint32_t cluster;       // blocks that a block here stands for
-  uint32_t shared_bytes;  // dynamic, of all of them
+  uint32_t shared_bytes;
   uint32_t os_threads;
   uint32_t flags;
   uint64_t seed;
