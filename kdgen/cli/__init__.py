@@ -7,6 +7,7 @@ environment error, 130 interrupted, 143 terminated. A KdgenError is its message 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import importlib
 import importlib.util
@@ -22,6 +23,9 @@ import click
 
 from kdgen import __version__
 from kdgen.errors import KdgenError, RanksError
+
+#: How long a rank with a bad command looks for rank 0, which is not there if it has made the same mistake.
+TELL_SECONDS = 4.0
 
 
 class LazyGroup(click.Group):
@@ -74,13 +78,17 @@ class LazyGroup(click.Group):
         except (click.exceptions.Exit, click.Abort):
             raise
         except click.ClickException as error:
-            if not _told_by_rank_0():
+            if _told_by_rank_0():
+                _tell_rank_0(error.format_message())
+            else:
                 error.show()
             ctx.exit(2)  # click's own code for some is 1, which here means a finding
         except KdgenError as error:
             if ctx.params["debug"]:
                 traceback.print_exc()
-            elif not (isinstance(error, RanksError) and _told_by_rank_0()):
+            elif isinstance(error, RanksError) and _told_by_rank_0():
+                _tell_rank_0(str(error))
+            else:
                 # names in files may hold what a terminal would obey
                 text = "\n".join(printable(line.expandtabs()) for line in str(error).split("\n"))
                 click.echo(f"kdgen: error: {text}", err=True)
@@ -126,6 +134,18 @@ def _told_by_rank_0() -> bool:
         place = place_in(os.environ)
         return place is not None and place.rank > 0
     return False
+
+
+def _tell_rank_0(problem: str) -> None:
+    """What is wrong with this rank's command, where rank 0 has found nothing wrong with its own and waits for this one."""
+    from kdgen.ranks import joined, place_in
+
+    with contextlib.suppress(KdgenError, KeyboardInterrupt):
+        place = place_in(os.environ)
+        if place is not None:
+            with joined(dataclasses.replace(place, seconds=min(place.seconds, TELL_SECONDS))) as group:
+                if group is not None:
+                    group.close(f"rank {place.rank}: {problem}")
 
 
 @contextlib.contextmanager

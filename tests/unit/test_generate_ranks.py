@@ -13,12 +13,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from kdgen.backends.cuda import cuda_unusable
 from kdgen.cli import main
 from kdgen.launch import run_ranks
+from kdgen.spec import load_spec
 
 TINY = Path(__file__).resolve().parents[1] / "oracle" / "data" / "tiny"
 
@@ -60,7 +62,9 @@ def test_ranks_that_cannot_be(arguments: list[str], environment: dict[str, str],
 @pytest.mark.parametrize("arguments", [["--budget", "many"], ["--tp", "4"], ["--no-such-option"]])
 def test_the_first_rank_alone_tells_what_is_wrong_with_all_ranks_command(arguments: list[str]) -> None:
     for rank in (0, 1):
-        result = in_process_of_its_own("--prompt-ids", "5", *arguments, environment={"RANK": str(rank), "WORLD_SIZE": "2"})
+        result = in_process_of_its_own(
+            "--prompt-ids", "5", *arguments, environment={"RANK": str(rank), "WORLD_SIZE": "2", "KDGEN_JOIN_SECONDS": "1"}
+        )
         assert result.returncode == 2 and bool(result.stderr) == (rank == 0), result.stderr
 
 
@@ -139,6 +143,33 @@ def test_ranks_that_are_given_different_models(tmp_path: Path, others: list[str]
     for result in results.values():
         assert f"rank 1 and rank 0 differ in {said}: start all ranks with the same model and options" in result.stderr, result.stderr
         assert result.returncode == 2 and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("others", "said"), [(["--no-such-option"], "rank 1: No such option"), (["--model", "ODD"], "rank 1: odd: 2 ranks cannot share it")]
+)
+def test_a_command_that_is_wrong_on_one_rank_alone_is_said_at_once(tmp_path: Path, others: list[str], said: str) -> None:
+    """Another kdgen on that host, say, or another model. The first rank would wait for it, and nobody say why it does not come."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    spec = load_spec("tiny").model_dump(mode="json") | {"name": "odd", "num_attention_heads": 3}
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump(spec))
+    others = [str(tmp_path / "odd.yaml") if each == "ODD" else each for each in others]
+    common = ["--model", "tiny", "--random-weights", "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3"]
+    results: dict[int, subprocess.CompletedProcess[str]] = {}
+
+    def run(rank: int, *options: str) -> None:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
+        results[rank] = in_process_of_its_own(*common, *options, environment=place)
+
+    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, *others))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0].returncode == results[1].returncode == 2 and not results[1].stderr
+    assert said in results[0].stderr
 
 
 def test_a_difference_on_any_rank_is_one() -> None:
