@@ -17,7 +17,7 @@ from kdgen.cli.options import IntRange, plain
 from kdgen.cli.output import check_writable, emit_json, emit_table, status
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.engine import Engine
-from kdgen.errors import KdgenError
+from kdgen.errors import BackendError, KdgenError
 from kdgen.model import need_same_plan, open_shard, random_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
@@ -36,6 +36,12 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[i
 
 def _optional_numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     return () if text is None else _numbers(ctx, param, text)
+
+
+def _need_gpu() -> None:
+    """Raises KdgenError, saying why, where there is none."""
+    if (why := cuda_unusable()) is not None:
+        raise KdgenError(f"a benchmark needs a GPU, and none can be used: {why}; `kdgen plan` says how fast a model can be on one")
 
 
 CONTEXT = 4096  #: tokens in the cache, unless told
@@ -82,8 +88,8 @@ def command(
     ranks = agreed_ranks(place, tp, exchange)
     if ranks > 1 and (distinct or prefill or peers or picture or not kernels):
         raise click.UsageError("of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers, --plot, --no-kernels")
-    if place is None and (why := cuda_unusable()) is not None:  # a rank chooses its GPU before anything asks for one
-        raise KdgenError(f"a benchmark needs a GPU, and none can be used: {why}; `kdgen plan` says how fast a model can be on one")
+    if place is None:  # a rank chooses its GPU before anything asks for one
+        _need_gpu()
     model = random_model(spec_name, layers, seed, draft)
     check_shard(model.spec, Shard(ranks))
     most = model.spec.max_position_embeddings
@@ -98,7 +104,11 @@ def command(
         return
     with status() as say, joined(place) as group:
         say("opening the GPU")
-        backend, shard = open_shard(group, "cuda", exchange=exchange)
+        try:
+            backend, shard = open_shard(group, "cuda", exchange=exchange)
+        except BackendError:
+            _need_gpu()
+            raise
         plan = build_plan(model.spec, dtype, limits, shard)
         if group is not None:
             need_same_plan(group, plan)

@@ -27,6 +27,7 @@ from kdgen.bench_plot import plot
 from kdgen.bench_timing import Contender, median, medians
 from kdgen.cli import main
 from kdgen.compile import compile_all
+from kdgen.errors import BackendError
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.ranks import Place
 from kdgen.resources import templates_dir
@@ -211,6 +212,12 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) 
         rank.setattr(kdgen.cli.bench, "joined", lambda place: nullcontext(None))
         rank.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
         assert "none today" not in bench().output
+
+        def no_gpu(group: object, name: str, exchange: object) -> None:
+            raise BackendError("no GPU can be used: the CPU backend runs the same kernels without one")
+
+        rank.setattr(kdgen.cli.bench, "open_shard", no_gpu)
+        assert bench().stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` says")
     monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
     result = bench()
