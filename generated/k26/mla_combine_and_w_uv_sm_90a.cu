@@ -97,8 +97,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     split_max_now = lane < left ? split_max[place] : negative_infinity();
     split_sum_now = lane < left ? split_sum[place] : 0.0f;
   };
+  constexpr int AHEAD = 4;
+  float maxima[AHEAD];  // of the splits behind an item's first batch, a split a lane
+  auto load_maxima = [&](int i, int first, int left) {
+    const float* of_row = split_max + ((size_t)(first_token + i / COLUMN_GROUPS) * HEADS + head) * max_splits;
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const int split = first + k * 32 + lane;
+      maxima[k] = split < left ? of_row[split] : negative_infinity();
+    }
+  };
   if (item < items) {
     load_sums(item, 0, splits);
+    load_maxima(item, BATCH, splits);
     const uint4* values = values_of(item, 0);
 #pragma unroll
     for (int k = 0; k < MINE; ++k) load(values, k, splits);
@@ -113,16 +124,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
       next_splits =
           next_item < items ? split_of(row_position[first_token + next_item / COLUMN_GROUPS]) + 1 : 0;
     if (first == 0) {
-      const float* maxima =
-          split_max + ((size_t)(first_token + item / COLUMN_GROUPS) * HEADS + head) * max_splits;
       largest = split_max_now;
 #pragma unroll 1
-      for (int split = BATCH; split < splits; split += 4 * 32) {
-        float four[4];
+      for (int split = BATCH;;) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          four[i] = split + i * 32 + lane < splits ? maxima[split + i * 32 + lane] : negative_infinity();
-        largest = fmaxf(fmaxf(largest, fmaxf(four[0], four[1])), fmaxf(four[2], four[3]));
+        for (int k = 0; k < AHEAD; ++k) largest = fmaxf(largest, maxima[k]);
+        split += AHEAD * 32;
+        if (split >= splits) break;
+        load_maxima(item, split, splits);
       }
       largest = warp_max(largest);
       all_sum = 0.0f;
@@ -132,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     const float share = exp2_or_zero(split_max_now - largest);
     all_sum += warp_sum(share * split_sum_now);
     load_sums(next_item, next_first, next_splits - next_first);
+    if (is_last) load_maxima(next_item, BATCH, next_splits);
     const uint4* following = values_of(next_item, next_first);
 #pragma unroll
     for (int k = 0; k < MINE; ++k) {

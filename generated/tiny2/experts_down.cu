@@ -209,27 +209,34 @@ template <int TILES>
 struct Columns {
   static constexpr int SIDE = TILES == 1 ? 1 : SIDE_BY_SIDE;
   static constexpr int HELD_STEPS = X_IN_REGISTERS && TILES == 1 ? WARP_STEPS : 1;
+  // One step's inputs come to where those before the last were, so that a lane without one has its zeros still.
+  static constexpr bool ALTERNATE = TILES == 1 && HELD_STEPS < WARP_STEPS && STAGE_STEPS % 2 == 0;
   Shared* shared;
-  const bf16* x;
-  int x_at[TILES];   // this lane's inputs of this warp's first step, or below 0 where there is no assignment
+  const bf16*
+      x_of[TILES];   // this lane's inputs of this warp's first step, nowhere where there is no assignment
   u32 minus_136[4];  // a fragment, for INT4
   struct Step {
     Inputs of[PARTS][TILES];
   } inputs
-      [HELD_STEPS];  // all; or one step's, of more tokens one part's: the next on their way while those are used
+      [ALTERNATE
+           ? 2
+           : HELD_STEPS];  // all; or one step's, of more tokens one part's: the next on their way while those are used
 
   __device__ __forceinline__ Columns(Shared* shared, const bf16* x, const int* assignments, int count)
-      : shared(shared), x(x) {
+      : shared(shared) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const int m = t * 8 + lane / 4;
-      x_at[t] = m < count ? assignments[m] / ASSIGNMENTS_PER_X_ROW * COLS + first_input(0, 0) +
-                                lane % 4 * (PART_INPUTS / 4)
-                          : -1;
+      x_of[t] = m < count ? token_row(x, assignments[m]) + first_input(0, 0) + lane % 4 * (PART_INPUTS / 4)
+                          : nullptr;
     }
+    if (ALTERNATE) inputs[0] = inputs[1] = Step{};
 #pragma unroll
     for (int s = 0; s < HELD_STEPS; ++s) load_inputs(s, inputs[s]);
+  }
+  static __device__ __forceinline__ const bf16* token_row(const bf16* x, int assignment) {
+    return x + (size_t)(assignment / ASSIGNMENTS_PER_X_ROW) * COLS;
   }
   static __device__ __forceinline__ int first_input(int step, int part) {
     return ((threadIdx.x / 32 % WARPS * WARP_STEPS + step) * PARTS + part) * PART_INPUTS;
@@ -243,8 +250,11 @@ struct Columns {
   __device__ __forceinline__ void load_part(int step, int part, Inputs (&to)[TILES]) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const bf16* from = x + (u32)(x_at[t] + step * (PARTS * PART_INPUTS)) + part * PART_INPUTS;
-      to[t] = x_at[t] >= 0 ? *reinterpret_cast<const Inputs*>(from) : Inputs{};
+      const bf16* from = x_of[t] + (step * PARTS + part) * PART_INPUTS;
+      if (ALTERNATE)
+        load_if(x_of[t] != nullptr, to[t], from);
+      else
+        to[t] = x_of[t] != nullptr ? *reinterpret_cast<const Inputs*>(from) : Inputs{};
     }
   }
   __device__ __forceinline__ void load_inputs(int step, Step& to) {
@@ -264,9 +274,11 @@ struct Columns {
       for (int s = 0; s < STAGE_PART; ++s) {
         const int step = stage * STAGE_PART + s;
         const Weights only(slot + s * STEP_BYTES, lane);  // where SIDE is 1
-        Step now = inputs[step % HELD_STEPS];
-        if (TILES == 1 && HELD_STEPS < WARP_STEPS) load_inputs(step_after(step), inputs[0]);
-#pragma unroll
+        Step now = inputs[ALTERNATE ? s % 2 : step % HELD_STEPS];
+        if (TILES == 1 && HELD_STEPS < WARP_STEPS)
+          load_inputs(step_after(step), inputs[ALTERNATE ? (s + 1) % 2 : 0]);
+#pragma unroll(TILES == 1 || STAGE_STEPS > 2 ? PARTS \
+                                             : 1)  // small stages are of targets where more would spill
         for (int part = 0; part < PARTS; ++part) {
           if (!is_there(step, part)) break;
           if (TILES > 1) {
@@ -351,7 +363,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                  const unsigned char* __restrict__ weight, float* y, int row_tiles) {
   SHARED_DYNAMIC(OfBlock, block);
   allow_next_kernel();
-  const int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % WARPS, experts = __ldcg(num_active);
+  // one lane's, so that the compiler knows that it is the same for all of a warp
+  const int warp_of_block = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
+  const int group = warp_of_block / WARPS, warp = warp_of_block % WARPS, experts = __ldcg(num_active);
   Shared* shared = block->groups + group;
   const Lists& lists = block->lists;
   copy_lists(block->lists, active_expert, active_begin, active_end);

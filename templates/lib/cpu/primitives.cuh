@@ -180,6 +180,12 @@ static inline void bulk_copy(void* dst, const void* src, int bytes, u64* barrier
 }
 static inline u64 read_once() { return 0; }
 static inline void cp_async_16(void* dst, const void* src, u64, EMU_HERE) { cp_async_16(dst, src, true, line); }
+static inline void load_if(bool there, uint4& to, const void* p, EMU_HERE) {
+  if (there) to = __ldg(static_cast<const uint4*>(p), line);
+}
+static inline void load_if(bool there, uint2& to, const void* p, EMU_HERE) {
+  if (there) to = __ldg(static_cast<const uint2*>(p), line);
+}
 static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
 static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
 static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }

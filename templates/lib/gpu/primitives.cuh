@@ -240,11 +240,11 @@ __device__ __forceinline__ void take_more_registers() { asm volatile("setmaxnreg
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
-// How L2 keeps what a step reads once: it leaves before all that is read again, of which the kernels' code is a part. Made where it
-// is used, for it takes two registers.
+// How L2 keeps what a step reads once: it leaves before all that is read again, of which the kernels' code is a part. What createpolicy
+// makes for evict_first of all accesses, as CUTLASS has it, too; volatile, for it is made where it is used instead of holding registers.
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("mov.b64 %0, 0x12f0000000000000;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src, u64 policy) {
@@ -261,6 +261,15 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, int bytes,
                "l"(src), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// A load where `there`; else `to` stays what it was, and costs no instruction.
+__device__ __forceinline__ void load_if(bool there, uint4& to, const void* p) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+               : "l"(p), "r"((u32)there));
+}
+__device__ __forceinline__ void load_if(bool there, uint2& to, const void* p) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0,%1}, [%2];}" : "+r"(to.x), "+r"(to.y) : "l"(p), "r"((u32)there));
+}
 // Weights are read once a step: keep them out of L1. Not volatile: the compiler may move these ahead of arithmetic.
 __device__ __forceinline__ uint4 load_stream_16(const void* p) {
   uint4 v;
@@ -276,12 +285,12 @@ __device__ __forceinline__ uint2 load_stream_8(const void* p) {
 // other load the compiler moves behind that wait.
 __device__ __forceinline__ uint4 load_ahead_16(const void* p) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(read_once()));
   return v;
 }
 __device__ __forceinline__ uint2 load_ahead_8(const void* p) {
   uint2 v;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;" : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(read_once()));
   return v;
 }
 __device__ __forceinline__ u32 load_ahead_4(const void* p) {
