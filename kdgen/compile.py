@@ -23,13 +23,17 @@ from pathlib import Path
 from kdgen.backends.base import Source
 from kdgen.cache import Cache, digest
 from kdgen.errors import BackendError, CompileError, KdgenError
+from kdgen.machine_code import has_broken_copies
 from kdgen.target import Target, target_for, targets
 
 #: cuda.core swaps entries of sys.modules while it is imported: a second thread importing it meanwhile finds half a package.
 _IMPORTING = threading.Lock()
 
 #: Part of every cache key; raise it when the entry's format or what is read from the log changes.
-SCHEMA = 1
+SCHEMA = 2
+
+#: What primitives.cuh goes by where copies must have no cache policy.
+NO_CACHE_POLICY = "NO_CACHE_POLICY"
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,21 @@ def _compile(source: Source, target: Target, include: Path, headers: str, cache:
 
 
 def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
-    """Compile; a line of JSON (log, seconds), then the cubin."""
+    """Compile; a line of JSON (log, seconds), then the cubin. Once more without cache policies where ptxas encodes them wrongly."""
+    started = time.perf_counter()
+    code, log = _machine_code(source, target, include, ())
+    if has_broken_copies(code):
+        code, log = _machine_code(source, target, include, (NO_CACHE_POLICY,))
+        if has_broken_copies(code):
+            raise CompileError(
+                f"{_where(source, target)}: NVRTC {nvrtc_version()} encodes its copies wrongly; try another nvidia-cuda-nvrtc"
+            )
+    facts = {"log": _tidy(log), "seconds": round(time.perf_counter() - started, 4)}
+    return json.dumps(facts).encode() + b"\n" + code
+
+
+def _machine_code(source: Source, target: Target, include: Path, macros: tuple[str, ...]) -> tuple[bytes, str]:
+    """The cubin, and what ptxas said."""
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 
@@ -216,6 +234,7 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
         name=f"{source.name}.cu",
         arch=target.arch,
         include_path=str(include),
+        define_macro=list(macros) or None,
         std=flags.std,
         fma=flags.fma,
         ftz=flags.ftz,
@@ -225,18 +244,15 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
         no_cache=flags.no_cache,
     )
     log = io.StringIO()
-    started = time.perf_counter()
     program = Program(source.text, "c++", options)
     try:
         # Keep the bytes and let go of the ObjectCode at once: without a driver even its repr can deadlock.
-        code = bytes(program.compile("cubin", logs=log).code)
+        return bytes(program.compile("cubin", logs=log).code), log.getvalue()
     except Exception as error:  # cuda.core's NVRTCError, which no public module names
         reason = _first_lines(str(error).split("compilation log:", 1)[-1].strip(" \0\n"))
         raise CompileError(f"{_where(source, target)} does not compile:\n{reason}") from error
     finally:
         del program  # the error's traceback holds this frame, and cuda.core prints a traceback when the cycle collector frees a Program
-    facts = {"log": _tidy(log.getvalue()), "seconds": round(time.perf_counter() - started, 4)}
-    return json.dumps(facts).encode() + b"\n" + code
 
 
 def _first_lines(log: str, most: int = 40) -> str:

@@ -276,6 +276,10 @@ def check_row_groups(bench: Bench) -> None:
         bench.release()
 
 
+#: Splits that are more than a kernel makes weights for at a time, and than it looks ahead for the largest of.
+SPLITS, MANY_SPLITS = 68, 170
+
+
 @dataclass(frozen=True)
 class Parts:
     """What attention leaves of token rows: the splits of each, of which it has those that are ``live`` [M, S]."""
@@ -308,18 +312,17 @@ class Parts:
         return expected, (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
 
 
-def drawn_parts(bench: Bench, wgmma: bool) -> Parts:
-    """Splits with maxima far apart; NaN where a row has none."""
-    p, most = bench.p, max(bench.tokens)
-    splits = 68 if wgmma else 4  # more than a kernel makes weights for at a time
+def drawn_parts(bench: Bench, most: int, splits: int) -> Parts:
+    """So many rows' splits, at most so many of each, with maxima far apart; NaN where a row has none."""
+    p = bench.p
     positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
-    edges = [0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0)), p.splits.begin(splits - 1)]
+    edges = [p.splits.begin(splits - 1), 0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0))]
     positions[: len(edges)] = edges[:most]
     live = np.arange(splits) <= np.array([p.splits.of(int(position)) for position in positions])[:, None]
     maxima = bench.random("f32", most, splits, p.heads, scale=8.0)
     sums = (1 + np.abs(bench.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
     values = bench.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
-    if wgmma:
+    if bench.kernel.template != "mla_combine.cu.j2":
         values = values.astype(numpy_dtype("bf16"))
     for array in (maxima, sums, values):
         array[~live] = np.nan
@@ -333,7 +336,7 @@ def check_combine(bench: Bench) -> None:
     wgmma = bench.kernel.template != "mla_combine.cu.j2"
     twin = bench.decode_twin
     heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
-    parts = drawn_parts(bench, wgmma)
+    parts = drawn_parts(bench, most, SPLITS if wgmma else 4)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
@@ -360,11 +363,11 @@ def check_combine_and_heads(bench: Bench) -> None:
     """y[m, h] = W[h] x[m, h], where x are split results joined; the bits are those of the two kernels that it stands for."""
     p, most = bench.p, max(bench.tokens)
     heads = bench.few(p.heads // 8) * 8  # as many as the kernel that joins splits takes at a time
-    parts = drawn_parts(bench, wgmma=True)
+    some, long = drawn_parts(bench, most, SPLITS), drawn_parts(bench, 2, MANY_SPLITS)
     w = bench.random("f32", heads, p.rows, p.kv_lora, scale=p.kv_lora**-0.5).astype(numpy_dtype("bf16"))
     packed, combine, linear = pack_mma_a(w), bench.plan.kernel(p.combine), bench.plan.kernel(p.linear)
 
-    def run(rows: NDArray[np.int64], alone: bool = True) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], alone: bool = True, parts: Parts = some) -> dict[str, Array]:
         count, splits = len(rows), parts.live.shape[1]
         inputs = [bench.integer(count), *(bench.input(array) for array in parts.inputs(rows, wgmma=True))]
         weight, y = bench.input(packed), bench.poisoned("bf16", guard(count), p.heads, p.rows)
@@ -378,12 +381,13 @@ def check_combine_and_heads(bench: Bench) -> None:
         bench.findings.untouched("y of other heads", got[:, heads:])
         return {"y": got[:, :heads]}
 
-    x, off = parts.joined(heads, wgmma=True)
+    x, off = some.joined(heads, wgmma=True)
     off = off + tolerances.stored(x, "bf16")
     values, error = np.empty((2, most, heads, p.rows))
     for head in range(heads):
         values[:, head] = ops.linear(x[:, head], w[head])
         error[:, head] = ops.linear(off[:, head], np.abs(w[head])) + tolerances.dot(tolerances.terms_norm(x[:, head], w[head]), p.kv_lora)
     check_rows(bench, run, {"y": (values, error + tolerances.EPS32 * np.abs(values) + tolerances.stored(values, "bf16"))})
-    every = np.arange(most)
-    bench.findings.same_bits(f"y of {combine.name} and {linear.name}", run(every)["y"], run(every, alone=False)["y"])
+    for parts in (some, long):
+        every, title = np.arange(len(parts.positions)), f"y of {combine.name} and {linear.name}, {parts.live.shape[1]} splits"
+        bench.findings.same_bits(title, run(every, parts=parts)["y"], run(every, alone=False, parts=parts)["y"])

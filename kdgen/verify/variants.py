@@ -54,7 +54,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "tiny-wgmma-int4": {
         "num_attention_heads": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "hidden_size": 96,
-        "q_lora_rank": 80, "num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 512, "n_routed_experts": 6,
+        "q_lora_rank": 80, "num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 2048, "n_routed_experts": 6,
         "vocab_size": 130, "attention_bias": True, "quantization": _INT4, "draft": _DRAFT | {"hidden_size": 96},
     },
     "tiny-odd": {
