@@ -312,7 +312,7 @@ class Parts:
         return expected, (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
 
 
-def drawn_parts(bench: Bench, most: int, splits: int) -> Parts:
+def drawn_parts(bench: Bench, wgmma: bool, most: int, splits: int) -> Parts:
     """So many rows' splits, at most so many of each, with maxima far apart; NaN where a row has none."""
     p = bench.p
     positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
@@ -322,7 +322,7 @@ def drawn_parts(bench: Bench, most: int, splits: int) -> Parts:
     maxima = bench.random("f32", most, splits, p.heads, scale=8.0)
     sums = (1 + np.abs(bench.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
     values = bench.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
-    if bench.kernel.template != "mla_combine.cu.j2":
+    if wgmma:
         values = values.astype(numpy_dtype("bf16"))
     for array in (maxima, sums, values):
         array[~live] = np.nan
@@ -336,7 +336,7 @@ def check_combine(bench: Bench) -> None:
     wgmma = bench.kernel.template != "mla_combine.cu.j2"
     twin = bench.decode_twin
     heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
-    parts = drawn_parts(bench, most, SPLITS if wgmma else 4)
+    parts = drawn_parts(bench, wgmma, most, SPLITS if wgmma else 4)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
@@ -363,7 +363,7 @@ def check_combine_and_heads(bench: Bench) -> None:
     """y[m, h] = W[h] x[m, h], where x are split results joined; the bits are those of the two kernels that it stands for."""
     p, most = bench.p, max(bench.tokens)
     heads = bench.few(p.heads // 8) * 8  # as many as the kernel that joins splits takes at a time
-    some, long = drawn_parts(bench, most, SPLITS), drawn_parts(bench, 2, MANY_SPLITS)
+    some, long = drawn_parts(bench, True, most, SPLITS), drawn_parts(bench, True, 2, MANY_SPLITS)
     long.maxima[0, -1] += 256  # the last split outweighs the others by more than a float holds
     w = bench.random("f32", heads, p.rows, p.kv_lora, scale=p.kv_lora**-0.5).astype(numpy_dtype("bf16"))
     packed, combine, linear = pack_mma_a(w), bench.plan.kernel(p.combine), bench.plan.kernel(p.linear)
