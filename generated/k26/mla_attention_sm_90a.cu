@@ -79,18 +79,25 @@ __device__ __forceinline__ Share read_share(const int4* shares) {
 template <class Body>
 __device__ __forceinline__ void for_splits_of_block(const Share& share, Body body) {
   Visit visit = share.first;
+  bool other_rows = true;
   for (int i = 1;; ++i) {
 #pragma unroll 1
-    for (int split = visit.begin_split; split < visit.end_split; ++split)
-      body(visit, split, split_begin(split), min(split_begin(split + 1), visit.keys),
-           split == visit.begin_split);
+    for (int split = visit.begin_split; split < visit.end_split; ++split) {
+      body(visit, split, split_begin(split), min(split_begin(split + 1), visit.keys), other_rows);
+      other_rows = false;
+    }
     if (i >= share.visits) break;
-    visit = read_visit(share.pieces, i);
+    const Visit next = read_visit(share.pieces, i);
+    other_rows = next.row != visit.row || next.rows > visit.rows;  // the first ones of a tile may stay
+    visit = next;
   }
 }
-// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at the largest score so far, in bfloat16 as
-// the fragments of an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before,
-// are of this thread's two heads; sums are of its own keys.
+// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at a largest score, in bfloat16 as the
+// fragments of an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before, are
+// of this thread's two heads; sums are of its own keys. What they are at, `running_max`, is left at an older largest
+// score while new ones are no more than 2^SLACK times as probable, as FlashAttention-4 leaves it: rescaling takes long
+// and has to wait for MMAs. It follows from the keys alone.
+constexpr float SLACK = 8;
 __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_max)[2],
                                       float (&running_sum)[2], float (&rescale)[2],
                                       u32 (&probability)[TILE / 16][4]) {
@@ -111,8 +118,11 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
       largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], offset));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    new_max[i] = fmaxf(running_max[i], largest[i] * SCALE);
-    rescale[i] = exp2_or_zero(running_max[i] - new_max[i]);
+    const float largest_now = largest[i] * SCALE;
+    new_max[i] = largest_now > running_max[i] + SLACK ? largest_now : running_max[i];
+    rescale[i] = running_max[i] == negative_infinity()
+                     ? 1.0f
+                     : exp2_or_zero(running_max[i] - new_max[i]);  // of zeros: nothing
     running_max[i] = new_max[i];
   }
 #pragma unroll
@@ -130,23 +140,33 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
     }
 }
 
-// A split's values as the combine reads them, rounded to bfloat16, one head behind the other: a thread's 16 bytes are 2
-// columns of each 8 of 32. `split_values` is the split's of the first of `rows` token rows, each `row_pieces` behind
-// the last.
+// A split's values as the combine reads them, rounded to bfloat16, one head behind the other: 16 bytes are 2 columns of
+// each 8 of 32, as a thread of the fragments has them. Lanes of two heads exchange a half, so that a warp stores whole
+// lines. `split_values` is the split's of the first of `rows` token rows, each `row_pieces` behind the last.
 __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], int half, uint4* split_values,
                                              int rows, size_t row_pieces) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane / 4 % 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {  // the fragment's rows 0 .. 7, then 8 .. 15
-    const int head = threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4, row = head / TILE_HEADS;
-    if (row >= rows) continue;
-    uint4* out = split_values + row * row_pieces + head % TILE_HEADS * (HALF / 4) + half * (HALF / 8) +
-                 threadIdx.x % 4;
+    const int head = threadIdx.x % 128 / 32 * 16 + i * 8 + lane / 8 * 2,
+              row = head / TILE_HEADS;  // and the next head
+    uint4* out =
+        split_values + row * row_pieces + head % TILE_HEADS * (HALF / 4) + half * (HALF / 8) + lane % 8;
+    auto piece = [&](int group) {
+      const float* of_thread = values + group * 16 + i * 2;
+      return make_uint4(pack_bf16x2(of_thread[0], of_thread[1]), pack_bf16x2(of_thread[4], of_thread[5]),
+                        pack_bf16x2(of_thread[8], of_thread[9]), pack_bf16x2(of_thread[12], of_thread[13]));
+    };
 #pragma unroll
-    for (int group = 0; group < HALF / 32; ++group) {
-      const int at = group * 16 + i * 2;
-      out[group * 4] = make_uint4(
-          pack_bf16x2(values[at], values[at + 1]), pack_bf16x2(values[at + 4], values[at + 5]),
-          pack_bf16x2(values[at + 8], values[at + 9]), pack_bf16x2(values[at + 12], values[at + 13]));
+    for (int group = 0; group < HALF / 32; group += 2) {
+      const uint4 first = piece(group), second = piece(group + 1), sent = odd ? first : second;
+      const uint4 got =
+          make_uint4(__shfl_xor_sync(0xffffffffu, sent.x, 4), __shfl_xor_sync(0xffffffffu, sent.y, 4),
+                     __shfl_xor_sync(0xffffffffu, sent.z, 4), __shfl_xor_sync(0xffffffffu, sent.w, 4));
+      if (row >= rows) continue;
+      out[group * 4] = odd ? got : first;
+      out[group * 4 + HALF / 4] = odd ? second : got;
     }
   }
 }
@@ -174,10 +194,13 @@ __device__ __forceinline__ void announce(u64* filled) {
   arrive_as_warp(filled);
 }
 
-// Begins values = rescale * values + probabilities * latents, of one half of the columns.
+// Begins values = rescale * values + probabilities * latents, of one half of the columns. `scores` may be on their way,
+// but not while values are rescaled.
 __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const float (&rescale)[2],
-                                             const u32 (&probability)[TILE / 16][4], const void* latent) {
+                                             const u32 (&probability)[TILE / 16][4], const void* latent,
+                                             float (*scores)[TILE / 2] = nullptr) {
   if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+    if (scores) wgmma_wait(*scores);
 #pragma unroll
     for (int i = 0; i < HALF / 2; ++i) values[i] *= rescale[i / 2 % 2];
   }
@@ -198,7 +221,7 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
   float values[HALF / 2];
   int tile = 0, queries = 0;  // this block's tiles of keys and of heads so far
   // The values of the other warpgroup's tile `other`.
-  auto begin_others = [&](int other, u32(&probability)[TILE / 16][4]) {
+  auto begin_others = [&](int other, u32(&probability)[TILE / 16][4], float (*scores)[TILE / 2]) {
     const int stage = 1 - WARPGROUP;
     mbarrier_wait(&shared->weighed[stage][warp], (other / STAGES) & 1);
     const float rescale[2] = {shared->rescale[stage][first_head], shared->rescale[stage][first_head + 8]};
@@ -209,7 +232,7 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
       probability[step][3] = four.w;
     }
     mbarrier_wait(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);
-    begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS]);
+    begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS], scores);
   };
   auto end_others = [&](const u32(&probability)[TILE / 16][4]) {
     wgmma_wait(values, probability);
@@ -224,7 +247,7 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
       if (tile % STAGES != WARPGROUP) {
         if (WARPGROUP == 1 && !is_last) continue;  // later, while it weighs its own next tile
         u32 probability[TILE / 16][4];
-        begin_others(tile, probability);
+        begin_others(tile, probability, nullptr);
         end_others(probability);
         continue;
       }
@@ -248,7 +271,6 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
       }
       wgmma_commit();
       if (WARPGROUP == 0) arrive_as_warp(&shared->scored[warp]);
-      wgmma_wait(score);
 
       // softmax state; the sums are of this thread's keys
       float running_max[2] = {negative_infinity(), negative_infinity()}, running_sum[2] = {0.0f, 0.0f},
@@ -280,13 +302,16 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
           running_sum[i] = shared->running_sum[i][thread];
         }
       };
-      if (WARPGROUP == 1 && key > first_key) {
+      if (WARPGROUP == 1 &&
+          key > first_key) {  // the other's values come behind its scores, which it weighs meanwhile
         u32 others[TILE / 16][4];
-        begin_others(tile - 1, others);
+        begin_others(tile - 1, others, &score);
+        wgmma_wait_but_last(score);
         take_over();
         weigh_and_hand_over();
         end_others(others);
       } else {
+        wgmma_wait(score);
         if (key > first_key) take_over();
         weigh_and_hand_over();
       }

@@ -45,9 +45,14 @@ WGMMA_BLOCKS = {128: 4, 512: 132}
 #: Token rows of one attention launch, by latent, for the sake of the memory that partial values take: at K2.6's width and 32,768 keys
 #: 5 MiB a row. Four for each of an H200's multiprocessors; small models have few, so that their tests cross them.
 ATTENTION_ROWS = {128: 40, 512: 528}
-#: What the start of another tile of heads costs, in keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512, the
-#: combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
-WGMMA_START_KEYS = 256
+#: What the start of another tile of heads costs, in tiles of keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512,
+#: the combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
+WGMMA_START_TILES = 4
+#: While a split's scores stay within this power of 2 of an older largest one, probabilities are left relative to that: 8 is what
+#: FlashAttention-4 takes, and bfloat16 and float32 lose nothing by.
+SOFTMAX_SLACK = 8
+#: What the end of a split costs, in the same: its partial values are stored while no tile is multiplied.
+WGMMA_SPLIT_TILES = 1
 
 
 def has_wgmma_shapes(spec: Spec) -> bool:
@@ -69,13 +74,29 @@ def wgmma_blocks(spec: Spec) -> int:
     return max(1, WGMMA_BLOCKS[spec.kv_lora_rank] // max(1, spec.num_attention_heads // WGMMA_TILE))
 
 
+def wgmma_splits(spec: Spec) -> Splits:
+    """Of mla_attention_wgmma, where a split costs a block's start and its partial values' way through memory: they grow with the position.
+
+    On an H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28
+    and 31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
+
+    Where a group of rows shares tiles, 32 heads at 4,096 keys take 26 and 20 with splits of 256, 19 and 24 of 128, 16 and 27 of 64; at
+    32,768 keys 35 and 60, 37 and 69, 43 and 114. One row comes first here, too.
+    """
+    if spec.kv_lora_rank < 256:
+        return Splits.growing((0, 64), (128, 128))
+    short = ((0, 128), (4096, 256)) if wgmma_group(spec) > 1 else ((0, 256),)
+    return Splits.growing(*short, (8192, 512), (65536, 1024))
+
+
 def attention_visits(spec: Spec) -> int:
-    """Most rows, or groups of them and their rows, that a block of an attention launch visits. More blocks than rows need may be left
-    over, which visit no more rows than this.
+    """Most visits of a block of an attention launch, to rows or groups of them and their rows: one each where a group has one block, and
+    one for each length of splits where it has several. Blocks that are left over visit no more rows than this.
     """
     group = wgmma_group(spec)
-    groups = -(-ATTENTION_ROWS[spec.kv_lora_rank] // group)
-    return max(8, -(-groups // wgmma_blocks(spec)) * (group + 1 if group > 1 else 1))
+    lists = group + 1 if group > 1 else 1
+    groups, lengths = -(-ATTENTION_ROWS[spec.kv_lora_rank] // group), len(wgmma_splits(spec).ranges) + 1  # a row's last split is cut
+    return max(8, -(-groups // wgmma_blocks(spec)) * lists, lengths * lists)
 
 
 def share_bytes(spec: Spec) -> int:
@@ -89,20 +110,9 @@ def wgmma_smem(spec: Spec) -> int:
 
 
 def attention_splits(spec: Spec, mode: Mode) -> Splits:
-    """Small models split early so that their tests cross split bounds.
-
-    With wgmma, where a split costs a block's start and its partial values' way through memory, they grow with the position. On an
-    H200, µs of attention and combine at K2.6's width for 1 and 8 rows (2026-11-30): at 4,096 keys 20 and 22 with splits of 256, 28 and
-    31 of 512; at 32,768 keys 35 and 132 of 256, 32 and 104 of 512, 48 and 92 of 1,024, 83 and 86 of 2,048. One row comes first.
-
-    Where a group of rows shares tiles, 32 heads at 4,096 keys take 26 and 20 with splits of 256, 19 and 24 of 128, 16 and 27 of 64; at
-    32,768 keys 35 and 60, 37 and 69, 43 and 114. One row comes first here, too.
-    """
-    if mode.wgmma and spec.kv_lora_rank < 256:
-        return Splits.growing((0, 64), (128, 128))
+    """Small models split early so that their tests cross split bounds."""
     if mode.wgmma:
-        short = ((0, 128), (4096, 256)) if wgmma_group(spec) > 1 else ((0, 256),)
-        return Splits.growing(*short, (8192, 512), (65536, 1024))
+        return wgmma_splits(spec)
     return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
 
 

@@ -18,7 +18,9 @@ from kdgen.plan.attention import (
     COMBINE_TOKENS,
     COMBINE_WARPS,
     HELD_STEPS,
-    WGMMA_START_KEYS,
+    SOFTMAX_SLACK,
+    WGMMA_SPLIT_TILES,
+    WGMMA_START_TILES,
     WGMMA_TILE,
     attention_smem,
     attention_splits,
@@ -360,7 +362,7 @@ class Catalogue:
             p = params.MlaAttentionWgmma(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=self.splits, group=wgmma_group(s),
                 visits=attention_visits(s),
-                scale_log2=s.softmax_scale * math.log2(math.e), act="bf16", tiled=True,
+                scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, (blocks, Extent(head_tiles), ONE), smem, cost, summary)
@@ -380,8 +382,8 @@ class Catalogue:
         return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
 
     def _attention_blocks(self) -> Extent:
-        """Of a launch on wgmma: as many as splits would leave some block two of them, for shares are of keys."""
-        return Extent(times=2, per_tokens=1, per_context=self.splits.shortest, cap=wgmma_blocks(self.spec))
+        """Of a launch on wgmma: no more than there are splits."""
+        return Extent(per_tokens=1, per_context=self.splits.shortest, cap=wgmma_blocks(self.spec))
 
     def _shares(self) -> tuple[Kernel, ...]:
         """What goes before attention on wgmma, once a step."""
@@ -390,7 +392,13 @@ class Catalogue:
         group = wgmma_group(self.spec)
         rows = params.RowGroups("row_groups", ATTENTION_ROWS[self.spec.kv_lora_rank])
         shares = params.AttentionShares(
-            "attention_shares", self.splits, group, WGMMA_START_KEYS if group > 1 else 0, attention_visits(self.spec)
+            "attention_shares",
+            self.splits,
+            group,
+            WGMMA_START_TILES if group > 1 else 0,
+            WGMMA_SPLIT_TILES,
+            wgmma_blocks(self.spec),
+            attention_visits(self.spec),
         )
         grid = (self._attention_blocks(), ONE, ONE)
         return (

@@ -213,6 +213,7 @@ class MlaAttentionWgmma:
     group: int
     visits: int
     scale_log2: float
+    slack: int
     act: CType
     tiled: bool
     smem_comment: str
@@ -277,7 +278,9 @@ class AttentionShares:
     name: str
     splits: Splits
     group: int
-    start_keys: int
+    start_tiles: int
+    split_tiles: int
+    most_parts: int
     visits: int
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -53,7 +54,7 @@ def drawn_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Arr
     block_of = rng.permutation(blocks * p.visits)[: len(parts)] % blocks
     found = poison("i32", blocks, 1 + 2 * p.visits, 4)
     for block in range(blocks):
-        mine = [parts[i] for i in np.flatnonzero(block_of == block)] or [Visit(0, 0, 0, 0, 0, 0, 0, 0)]
+        mine = [parts[i] for i in rng.permutation(np.flatnonzero(block_of == block))] or [Visit(0, 0, 0, 0, 0, 0, 0, 0)]
         found[block, 0] = len(mine)
         found[block, 1 : 1 + 2 * len(mine)] = np.array([astuple(visit) for visit in mine]).reshape(-1, 4)
     return found
@@ -72,6 +73,9 @@ def check_attention_shares(bench: Bench) -> None:
         run, tree = LONGEST + np.arange(count), LONGEST + (np.arange(count) + 1) // 2
         _check_shares(bench, np.zeros(count, int), run, run + 1)
         _check_shares(bench, np.zeros(count, int), tree, np.full(count, LONGEST))
+    for rows in range(1, 3):  # which have several blocks each
+        for position in (5 * LONGEST, 20 * LONGEST, 20 * LONGEST + 70, 1 << 15, (1 << 15) + 70, (1 << 16) + 5000):
+            _check_shares(bench, np.arange(rows), np.full(rows, position), np.full(rows, position + 1))
     if p.group == 1:
         _check_left_over_blocks(bench)
         # one block is left over, which cannot visit all rows
@@ -85,10 +89,12 @@ def _check_left_over_blocks(bench: Bench) -> None:
     blocks = bench.kernel.grid[0].cap or 0
     short = p.splits.of(3 * (64 + 64) - 1) + 1
     last = np.array([p.splits.begin(short) + 1, p.splits.begin(3) - 1, p.splits.begin(short + 2) + 1])
-    positions = last.repeat(blocks // 4)
+    long = blocks // 4
+    positions = last.repeat(long)
     found = _check_shares(bench, np.arange(len(positions)), positions, positions + 1)
     for block, visits in enumerate(found[len(positions) :]):
-        expected = [(row, p.splits.of(int(positions[row]))) for row in (block, block + 2 * (blocks // 4))]
+        rows = range(block, len(positions), blocks - len(positions))
+        expected = [(row, p.splits.of(int(positions[row]))) for row in rows if row // long != 1]
         if [(visit.row, visit.begin_split) for visit in visits] != expected:
             bench.findings.problem(f"a block that is left over visits {visits}, not the last splits {expected}")
 
@@ -139,19 +145,33 @@ def _check_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Ar
 
 
 def _check_balance(bench: Bench, found: list[list[Visit]], positions: Array) -> None:
-    """No block has more keys than its share of those of its rows, starts counted as keys, and a split."""
+    """No block has more work than its share of that of its rows and a split. Where a row has tiles of heads to itself, none has so much
+    that it should have left its shortest split to another block of the row.
+    """
     p, blocks = bench.p, len(found)
     groups = -(-len(positions) // p.group)
     parts, together = max(1, blocks // groups), -(-groups // blocks)  # blocks of a group, groups of a block
-    keys = positions.astype(np.int64) + 1
-    longest = int(p.splits.begin(p.splits.of(int(positions.max())) + 1) - p.splits.begin(p.splits.of(int(positions.max()))))
-    for block, visits in enumerate(found):
-        mine = sum(min(p.splits.begin(visit.end_split), visit.keys) - p.splits.begin(visit.begin_split) for visit in visits)
-        rows = p.group * together
-        starts = p.start_keys * (rows + together)
-        share = (sum(sorted(keys)[-rows:]) + starts) // parts + (longest if parts > 1 else 0)
-        if mine > share:
-            bench.findings.problem(f"block {block} has {mine} keys, where {share} would be enough")
+    work = [sum(_work(bench, position + 1, 0, p.splits.of(int(position)) + 1)) for position in positions]
+    splits = [[tiles for visit in visits for tiles in _work(bench, visit.keys, visit.begin_split, visit.end_split)] for visits in found]
+    longest = max((tiles for each in splits for tiles in each), default=0) if parts > 1 else 0
+    starts = 2 * p.start_tiles * p.group * together
+    share = (sum(sorted(work)[-p.group * together :]) + starts) // parts + longest + starts
+    for block, each in enumerate(splits):
+        if sum(each) > share:
+            bench.findings.problem(f"block {block} has {sum(each)} tiles' work, where {share} would be enough")
+    if p.group > 1 or parts == 1:
+        return
+    for row in range(groups):
+        least = min(map(sum, splits[row * parts : (row + 1) * parts]))
+        for part, each in enumerate(splits[row * parts : (row + 1) * parts]):
+            if each and sum(each) - min(each) > least:
+                bench.findings.problem(f"part {part} of row {row} has splits of {each}, where another has {least} tiles' work in all")
+
+
+def _work(bench: Bench, keys: int, begin_split: int, end_split: int) -> list[int]:
+    """What a row's splits take, of ``keys`` keys in all, in tiles."""
+    begins = [bench.p.splits.begin(split) for split in range(begin_split, end_split + 1)]
+    return [-(-(min(end, keys) - begin) // 64) + bench.p.split_tiles for begin, end in itertools.pairwise(begins)]
 
 
 def grouped_rows(p: Any, longest: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

@@ -146,6 +146,37 @@ extern "C" __global__ void __launch_bounds__(160) bulk(const bf16* in, float* ou
 }
 """
 
+#: Products of two tiles of 64 rows, each its own group: the first one's are stored while the second one's may still be on their way.
+TWO_GROUPS = """
+struct Shared {
+  bf16 tile[2][64][64];
+};
+extern "C" __global__ void __launch_bounds__(128) two_groups(const uint4* in, float* out) {
+  SHARED_DYNAMIC(Shared, shared);
+  for (int i = threadIdx.x; i < 128 * 8; i += 128)
+    *reinterpret_cast<uint4*>(reinterpret_cast<char*>(shared->tile[i / 512]) + swizzled(i / 8 % 64, i % 8)) = in[i];
+  fence_for_wgmma();
+  __syncthreads();
+  float first[32], second[32];
+  for (int i = 0; i < 32; ++i) first[i] = second[i] = 0.0f;
+  const u64 tiles[2] = {wgmma_tile(shared->tile[0], 0), wgmma_tile(shared->tile[1], 0)};
+  wgmma_fence(first);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) wgmma<0>(first, tiles[0] + wgmma_offset(step * 32), tiles[0] + wgmma_offset(step * 32), true);
+  wgmma_commit();
+  wgmma_fence(second);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) wgmma<0>(second, tiles[0] + wgmma_offset(step * 32), tiles[1] + wgmma_offset(step * 32), true);
+  wgmma_commit();
+  wgmma_wait_but_last(first);
+  float* to = out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
+  for (int i = 0; i < 32; ++i) to[i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = first[i];
+  wgmma_wait(second);
+  for (int i = 0; i < 32; ++i) to[64 * 64 + i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = second[i];
+}
+"""
+TWO_GROUPS_SMEM = 2 * 64 * 64 * 2
+
 
 def wgmma_source(columns: int, in_registers: bool, by_columns: bool) -> Source:
     name = f"wgmma_{columns}_{int(in_registers)}_{int(by_columns)}"
@@ -161,7 +192,8 @@ def device(request: pytest.FixtureRequest) -> Backend:
         pytest.skip(f"{backend.arch} has no wgmma")
     pipeline = Source("pipeline", f'#include "primitives.cuh"\nnamespace pipeline {{{PIPELINE}}}\n', 96, 1056)
     bulk = Source("bulk", f'#include "primitives.cuh"\nnamespace bulk {{{BULK}}}\n', 160, BULK_SMEM)
-    backend.load([*(wgmma_source(*shape) for shape in SHAPES), pipeline, bulk])
+    two_groups = Source("two_groups", f'#include "primitives.cuh"\nnamespace two_groups {{{TWO_GROUPS}}}\n', 128, TWO_GROUPS_SMEM)
+    backend.load([*(wgmma_source(*shape) for shape in SHAPES), pipeline, bulk, two_groups])
     return backend
 
 
@@ -178,6 +210,14 @@ def test_wgmma(device: Backend, columns: int, in_registers: bool, by_columns: bo
     pointers = [Pointer(array) for array in (*given, device.to_device(c, "f32"), out)]
     device.launch(source.name, (1, 1, 1), 128, source.smem, [*pointers, accumulate])
     assert (device.to_host(out) == a.astype(np.float32) @ b.astype(np.float32) + accumulate * c).all()
+
+
+def test_a_group_is_waited_for_while_another_is_on_its_way(device: Backend) -> None:
+    tiles = np.random.default_rng(0).integers(-8, 9, (2, 64, K)).astype(ml_dtypes.bfloat16)
+    out = device.empty((2, 64, 64), "f32")
+    device.launch("two_groups", (1, 1, 1), 128, TWO_GROUPS_SMEM, [Pointer(device.to_device(tiles, "bf16")), Pointer(out)])
+    first, second = tiles.astype(np.float32)
+    assert (device.to_host(out) == np.stack([first @ first.T, first @ second.T])).all()
 
 
 def test_warps_with_roles(device: Backend) -> None:

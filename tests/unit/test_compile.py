@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from kdgen.backends.base import Source
 from kdgen.cache import Cache
 from kdgen.compile import compile_all, compile_cubin, everywhere, nvrtc_version, supported_archs
 from kdgen.errors import BackendError, CompileError, KdgenError
+from kdgen.plan.build import build_plan
+from kdgen.render import render
 from kdgen.resources import templates_dir
+from kdgen.spec import load_spec
 from kdgen.target import Target, arch_of_device, target_for, targets
 
 INCLUDE = templates_dir() / "lib" / "gpu"
@@ -45,6 +49,16 @@ def test_what_ptxas_says_is_kept() -> None:
     assert "Compiling entry function 'add' for 'sm_90a'" in add.log and "\0" not in add.log
     stage = compile_cubin(SHARED, "sm_120a", INCLUDE)
     assert stage.static_smem >= 256 and stage.dynamic_smem == 65536 and stage.smem == stage.static_smem + 65536
+
+
+@pytest.mark.parametrize("name", ["k26", "moonlight-16b-a3b"])
+def test_no_wgmma_is_serialised(name: str) -> None:
+    """What ptxas does, with a line in its log, where it does not see that accumulators are left alone: each waits for the one before."""
+    plan = build_plan(load_spec(name)).on("sm_90a")
+    own = tuple(kernel for kernel in plan.kernels if kernel.template.endswith("_wgmma.cu.j2"))
+    found = {rendered.source.name: compile_cubin(rendered.source, "sm_90a", INCLUDE) for rendered in render(replace(plan, kernels=own))}
+    assert "mla_attention" in found
+    assert not [name for name, compiled in found.items() if "wgmma" in compiled.log]
 
 
 def test_spills_are_counted() -> None:

@@ -66,6 +66,7 @@ EMU_API void emu_wgmma(EmuWgmma* operands, int line);
 EMU_API void emu_wgmma_fence(int line);
 EMU_API void emu_wgmma_commit(int line);
 EMU_API void emu_wgmma_wait(int line);
+EMU_API void emu_wgmma_wait_but_last(int line);
 EMU_API void emu_fence_for_wgmma();
 EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line);
 EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line);

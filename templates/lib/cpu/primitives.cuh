@@ -153,6 +153,8 @@ template <int FLOATS, class A>
 static inline void wgmma_wait(float (&)[FLOATS], const A&, EMU_HERE) { emu_wgmma_wait(line); }
 template <int FLOATS, class A, class B, class C>
 static inline void wgmma_wait(float (&)[FLOATS], const A&, const B&, const C&, EMU_HERE) { emu_wgmma_wait(line); }
+template <int FLOATS>
+static inline void wgmma_wait_but_last(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait_but_last(line); }
 static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
 
 // ---- warps with roles -----------------------------------------------------

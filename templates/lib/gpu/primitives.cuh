@@ -199,6 +199,13 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[FLOATS], const Operands&..
   keep_in_place(d);
   (keep_until_here(a), ...);
 }
+// Waits for all that this warp has committed but the last group of it; d's results are among what it waits for, and all that those
+// calls were given as a lies in tiles.
+template <int FLOATS>
+__device__ __forceinline__ void wgmma_wait_but_last(float (&d)[FLOATS]) {
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+  keep_in_place(d);
+}
 // what this thread has written to shared memory so far may be read by wgmma, by whoever a barrier tells of it
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -78,6 +78,7 @@ struct WgmmaQueue {
   std::vector<Wgmma> pending;  // performed at the wait, or, without LATE_COPIES, at the call
   std::vector<float> results;  // what their d held before, while poison stands in it: [d][lane][float]
   unsigned issued = 0, committed = 0;
+  unsigned last_group = 0;  // of those committed, how many were before the last group
   bool fenced = false;  // since registers could last be touched
 };
 

@@ -101,6 +101,10 @@ static void for_pending_results(WgmmaQueue& queue, size_t from, Exchange exchang
     at += 32 * floats;
   }
 }
+static void hide_results(float* d, float* results, size_t floats) {
+  memcpy(results, d, floats * sizeof(float));
+  memset(d, POISON, floats * sizeof(float));
+}
 
 static void wgmma_step(EmuWarp* base, unsigned, int line) {
   Worker* w = current();
@@ -118,17 +122,16 @@ static void wgmma_step(EmuWarp* base, unsigned, int line) {
   if (!(w->launch->flags & LATE_COPIES)) return perform(w, warp, wgmma);
   check_operands(w, warp, wgmma.lanes[0], line);
   queue.pending.push_back(wgmma);
-  for_pending_results(queue, queue.pending.size() - 1, [](float* d, float* results, size_t floats) {
-    memcpy(results, d, floats * sizeof(float));
-    memset(d, POISON, floats * sizeof(float));
-  });
+  for_pending_results(queue, queue.pending.size() - 1, hide_results);
 }
 static void wgmma_fence_step(EmuWarp* base, unsigned, int) { static_cast<Warp*>(base)->wgmma.fenced = true; }
 static void wgmma_commit_step(EmuWarp* base, unsigned, int) {
   WgmmaQueue& queue = static_cast<Warp*>(base)->wgmma;
+  queue.last_group = queue.committed;
   queue.committed = queue.issued;
 }
-static void wgmma_wait_step(EmuWarp* base, unsigned, int line) {
+// Performs what the warp has issued, all of it or all but its last group.
+static void wait_for_wgmma(EmuWarp* base, int line, bool all) {
   Worker* w = current();
   Warp* warp = static_cast<Warp*>(base);
   WgmmaQueue& queue = warp->wgmma;
@@ -136,9 +139,17 @@ static void wgmma_wait_step(EmuWarp* base, unsigned, int line) {
     fail(w, {warp->lanes[0], at_line(line)}, "wgmma_wait: %u wgmma were not committed, so nothing waits for them",
          queue.issued - queue.committed);
   for_pending_results(queue, 0, [](float* d, float* results, size_t floats) { memcpy(d, results, floats * sizeof(float)); });
-  for (const Wgmma& wgmma : queue.pending) perform(w, warp, wgmma);
-  queue = WgmmaQueue{};
+  WgmmaQueue left;
+  if (!all) left.issued = left.committed = queue.issued - queue.last_group;
+  for (size_t i = 0; i < queue.pending.size(); ++i) {
+    if (all || i < queue.last_group) perform(w, warp, queue.pending[i]);
+    else left.pending.push_back(queue.pending[i]);
+  }
+  queue = left;
+  for_pending_results(queue, 0, hide_results);
 }
+static void wgmma_wait_step(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, true); }
+static void wgmma_wait_but_last_step(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, false); }
 
 EMU_API uint64_t emu_wgmma_tile(const void* tile, unsigned next_tile, int line) {
   Worker* w = current();
@@ -151,6 +162,7 @@ EMU_API void emu_wgmma(EmuWgmma* operands, int line) { collective(current(), ~0u
 EMU_API void emu_wgmma_fence(int line) { collective(current(), ~0u, wgmma_fence_step, nullptr, line, "wgmma_fence"); }
 EMU_API void emu_wgmma_commit(int line) { collective(current(), ~0u, wgmma_commit_step, nullptr, line, "wgmma_commit"); }
 EMU_API void emu_wgmma_wait(int line) { collective(current(), ~0u, wgmma_wait_step, nullptr, line, "wgmma_wait"); }
+EMU_API void emu_wgmma_wait_but_last(int line) { collective(current(), ~0u, wgmma_wait_but_last_step, nullptr, line, "wgmma_wait_but_last"); }
 EMU_API void emu_fence_for_wgmma() {
   Worker* w = current();
   if (w->launch->flags & CHECK) current_lane(w)->wgmma_fence_tick = next_tick();
