@@ -17,7 +17,7 @@ from kdgen.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.placement import Placement, placements
 from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import MAX_NODES, Compute, Kernel, Limits, Plan
+from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Limits, Plan
 from kdgen.plan.least import draft_bytes, expected_experts, kernel_bytes
 from kdgen.plan.params import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
@@ -121,7 +121,7 @@ def forecast(
         raise KdgenError(f"a tree has 0 to {MAX_NODES - 1} nodes, not {nodes}")
     if not 0 <= acceptance < 1:
         raise KdgenError(f"an acceptance lies between 0 and below 1, not at {acceptance}")
-    plan = _plan(spec, compute, ranks, context)
+    plan = _plan(spec, compute, ranks, context, gpu.target.family)
     draft_seconds = _draft_seconds(spec, plan, gpu, context)
     steps = [_step(spec, plan, gpu, context, count + 1) for count in range(MAX_NODES)]
     depths = (spec.draft.block_size if spec.draft else BLOCK_SIZE) - 1
@@ -175,8 +175,8 @@ def expected_tokens(acceptance: float, depths: int, most: int) -> list[float]:
 
 
 @functools.cache
-def _plan(spec: Spec, compute: Compute | None, ranks: int, context: int) -> Plan:
-    return build_plan(spec, compute, Limits(max_context=context), Shard(ranks, 0, "peer" if ranks > 1 else "gather"))
+def _plan(spec: Spec, compute: Compute | None, ranks: int, context: int, family: Family) -> Plan:
+    return build_plan(spec, compute, Limits(max_context=context), Shard(ranks, 0, "peer" if ranks > 1 else "gather")).on(family)
 
 
 def _memory(spec: Spec, plan: Plan, gpu: GpuModel) -> Memory:
@@ -194,7 +194,7 @@ def _longest_context(spec: Spec, plan: Plan, room: int) -> int:
     """The longest context whose buffers take no more than ``room`` bytes, 0 when none does."""
 
     def too_long(context: int) -> bool:
-        return sum(buffer.bytes for buffer in _plan(spec, plan.compute, plan.shard.ranks, context).buffers) > room
+        return sum(buffer.bytes for buffer in _plan(spec, plan.compute, plan.shard.ranks, context, plan.family).buffers) > room
 
     return bisect.bisect_left(range(1, spec.max_position_embeddings + 1), True, key=too_long)
 
@@ -204,7 +204,7 @@ def _fewest_ranks(spec: Spec, compute: Compute | None, gpu: GpuModel, context: i
         if shard_obstacles(spec, ranks):
             continue
         try:
-            plan = _plan(spec, compute, ranks, context)
+            plan = _plan(spec, compute, ranks, context, gpu.target.family)
         except KdgenError:  # a part too narrow for tensor cores
             continue
         if _memory(spec, plan, gpu).fits:

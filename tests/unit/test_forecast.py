@@ -32,12 +32,22 @@ def k26(ranks: int = 8, context: int = 4096) -> Forecast:
 
 def test_memory_is_the_plans() -> None:
     found = k26(context=8192)
-    plan = build_plan(load_spec("k26"), None, Limits(max_context=8192), Shard(8, 0, "peer"))
+    plan = build_plan(load_spec("k26"), None, Limits(max_context=8192), Shard(8, 0, "peer")).on("sm_90a")
     memory = found.memory
     assert memory.weights == sum(weight.total_bytes for weight in plan.weights)
     assert memory.cache + memory.buffers == sum(buffer.bytes for buffer in plan.buffers)
     assert memory.total == memory.weights + memory.draft_weights + memory.cache + memory.buffers + memory.reserved
     assert memory.fits and found.fewest_ranks == 8
+
+
+@pytest.mark.parametrize("gpu", ["h200", "rtx-pro-6000"])
+def test_a_gpu_has_the_plan_of_its_family(gpu: str) -> None:
+    """Hopper joins a layer's splits and multiplies with w_uv in one launch, and learns once a step what attention visits."""
+    found = forecast(load_spec("k26"), gpu_model(gpu))
+    plan = build_plan(load_spec("k26"), None, Limits(max_context=4096)).on(gpu_model(gpu).target.family)
+    assert found.memory.buffers + found.memory.cache == sum(buffer.bytes for buffer in plan.buffers)
+    assert sum(part.launches for part in found.decode.parts) == len(list(plan.program("decode").launches()))
+    assert {part.name: part.launches for part in found.decode.parts}["attention over the cache"] == 61 * (1 if gpu == "h200" else 2)
 
 
 def test_the_longest_context_is_the_longest() -> None:
