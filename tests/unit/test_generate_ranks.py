@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,22 +125,7 @@ def test_ranks_that_are_given_different_models(tmp_path: Path, others: list[str]
     """A launcher that starts one rank with other options, or where there is another copy of the model: both end, and say why."""
     if "OTHER" in others:
         others = ["--model", str(other_copy(tmp_path))]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = ["--model", str(TINY), "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3"]
-    results: dict[int, subprocess.CompletedProcess[str]] = {}
-
-    def run(rank: int, *options: str) -> None:
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
-        results[rank] = in_process_of_its_own(*common, *options, environment=place)
-
-    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, *others))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results.values():
+    for result in launched(["--model", str(TINY)], others):
         assert f"rank 1 and rank 0 differ in {said}: start all ranks with the same model and options" in result.stderr, result.stderr
         assert result.returncode == 2 and not result.stdout
 
@@ -150,26 +135,12 @@ def test_ranks_that_are_given_different_models(tmp_path: Path, others: list[str]
 )
 def test_a_command_that_is_wrong_on_one_rank_alone_is_said_at_once(tmp_path: Path, others: list[str], said: str) -> None:
     """Another kdgen on that host, say, or another model. The first rank would wait for it, and nobody say why it does not come."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     spec = load_spec("tiny").model_dump(mode="json") | {"name": "odd", "num_attention_heads": 3}
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump(spec))
     others = [str(tmp_path / "odd.yaml") if each == "ODD" else each for each in others]
-    common = ["--model", "tiny", "--random-weights", "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3"]
-    results: dict[int, subprocess.CompletedProcess[str]] = {}
-
-    def run(rank: int, *options: str) -> None:
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
-        results[rank] = in_process_of_its_own(*common, *options, environment=place)
-
-    threads = [threading.Thread(target=run, args=(0,)), threading.Thread(target=run, args=(1, *others))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0].returncode == results[1].returncode == 2 and not results[1].stderr
-    assert said in results[0].stderr
+    first, second = launched(["--model", "tiny", "--random-weights"], others)
+    assert first.returncode == second.returncode == 2 and not second.stderr
+    assert said in first.stderr
 
 
 def test_a_difference_on_any_rank_is_one() -> None:
@@ -185,6 +156,21 @@ main()
         code = run_ranks([sys.executable, "-c", script, "generate", *options], 2, output=output, errors=errors)
         errors.seek(0)
         assert code == 1 and b"same tokens and cache bits as plain decoding: NO" in errors.read()
+
+
+def launched(options: list[str], others: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """What two ranks say that a launcher starts with the same options, the second with these ``others``, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = [*options, "--prompt-ids", "5", "--backend", "cpu", "--max-new-tokens", "3"]
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": port}
+        return in_process_of_its_own(*common, *(others if rank else []), environment=place)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
 
 
 def other_copy(tmp_path: Path) -> Path:
