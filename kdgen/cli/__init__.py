@@ -57,6 +57,12 @@ class LazyGroup(click.Group):
             raise TypeError(f"kdgen.cli.{cmd_name}.command is not a click command")
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click has it, but whoever mistypes a command is told which there are."""
+        if not args[0].startswith("-") and args[0] not in (known := self.list_commands(ctx)) and not ctx.resilient_parsing:
+            ctx.fail(f"unknown command {args[0]!r}; kdgen knows {', '.join(known)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         listed = self.list_commands(ctx)
         with formatter.section("Commands"):

@@ -46,27 +46,35 @@ def _need_gpu() -> None:
 
 CONTEXT = 4096  #: tokens in the cache, unless told
 _CONTEXT_HELP = f"Tokens in the cache, several by comma.  [default: {CONTEXT}, or all that the model has]"
-_EXPERTS_HELP = "Distinct experts for each of --nodes; without it, as many as tokens hit that choose at random."
+_NODES_HELP = "Token rows of a step, several by comma, up to 64: 1 decodes, more verify a tree."
+_EXCHANGE_HELP = "With --tp: one way to exchange alone, peer memory or gathers by NCCL; without it, both in turn."
+_EXPERTS_HELP = "Distinct experts of a layer for each of --nodes; without it, as many as tokens hit that choose at random."
 
 
 @click.command("bench")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
 @click.option("--context", "contexts", callback=_optional_numbers, help=_CONTEXT_HELP)
-@click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help="Token rows of a step: 1 decodes, more verify a tree.")
+@click.option("--nodes", default="1,8", show_default=True, callback=_numbers, help=_NODES_HELP)
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
 @click.option("--kernels/--no-kernels", default=True, show_default=True, help="Time each kernel alone, too.")
 @click.option("--draft", is_flag=True, help="Time the drafter of the spec's draft: section and whole rounds, too.")
 @click.option("--experts", "distinct", callback=_optional_numbers, metavar="N,…", help=_EXPERTS_HELP)
 @click.option("--prefill", type=IntRange(min=1), metavar="TOKENS", help="Time a prompt of so many tokens, too.")
-@click.option("--chunk", type=IntRange(min=1), default=Limits().max_tokens, show_default=True, help="Prompt tokens of a forward.")
+@click.option(
+    "--chunk", type=IntRange(min=1), default=Limits().max_tokens, show_default=True, help="With --prefill: prompt tokens of a forward."
+)
 @click.option("--peers", is_flag=True, help="Time torch, and Humming for INT4 experts, doing the same work beside ours.")
 @click.option(
-    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg", help="Draw the kernels' bytes a second."
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.svg",
+    help="Draw the kernels' bytes a second, as SVG.",
 )
 @click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of the random weights.")
 @click.option("--tp", type=IntRange(min=1), help="Time steps on so many GPUs that share the model, beside one GPU.")
-@click.option("--exchange", type=click.Choice(EXCHANGES), help="How ranks exchange: peer memory or gathers by NCCL; --tp takes both.")
+@click.option("--exchange", type=click.Choice(EXCHANGES), help=_EXCHANGE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.bench/3, with --tp kdgen.bench-ranks/1).")
 def command(
     spec_name: str, layers: int | None, contexts: tuple[int, ...], nodes: tuple[int, ...], dtype: Compute | None, kernels: bool,

@@ -10,7 +10,7 @@ from kdgen.cli.output import size_text
 
 @click.group("cache")
 def command() -> None:
-    """Show or clear the cache of compiled kernels ($KDGEN_CACHE_DIR)."""
+    """Show or clear the cache of compiled kernels. KDGEN_CACHE_DIR, an environment variable, puts it elsewhere."""
 
 
 @command.command("dir")

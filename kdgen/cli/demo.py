@@ -20,15 +20,15 @@ OF_A_SPEC = ("draft", "error_rate", "seed")
 @click.option("--prompt-number", type=IntRange(min=1), default=1, show_default=True, help="One of the held-out prompts instead.")
 @click.option("--list-prompts", is_flag=True, help="Show the held-out prompts, and decode nothing.")
 @click.option("--tree", is_flag=True, help="Draw the draft tree of the step in which it helped most.")
-@click.option("--max-new-tokens", type=IntRange(min=1), help="Tokens to decode.  [default: 192, of a SPEC 25]")
+@click.option("--max-new-tokens", type=IntRange(min=1), help="Tokens to decode.  [default: 192; 25 with SPEC]")
 @click.option("--budget", type=IntRange(0, 63), default=15, show_default=True, help="Most draft nodes of a tree.")
-@click.option("--block-size", type=IntRange(2, 16), help="Root and deepest draft token.  [default: 16, of a SPEC 8]")
+@click.option("--block-size", type=IntRange(2, 16), help="Root and deepest draft token.  [default: 16; 8 with SPEC]")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
 @click.option("--draft", type=click.Choice(DRAFTERS), help="With SPEC: one drafter only; without it, several are compared.")
 @click.option("--error-rate", type=FloatRange(0, 1), help="With SPEC: how often replay is wrong; without it, 0 and 0.2 are shown.")
 @click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="With SPEC: of weights, prompt and drafters.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.demo-model/1, of a SPEC kdgen.demo/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.demo-model/1; kdgen.demo/1 with SPEC).")
 @click.pass_context
 def command(
     ctx: click.Context, spec_name: str | None, prompt: str | None, prompt_number: int, list_prompts: bool, tree: bool,

@@ -29,7 +29,11 @@ CONTEXT = 4096  #: tokens in the cache, unless told
     "--nodes", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Draft nodes of a tree; its step has a row more."
 )
 @click.option(
-    "--acceptance", type=Float(), default=0.8, show_default=True, help="How often the draft's best token is right, at each depth."
+    "--acceptance",
+    type=Float(),
+    default=0.8,
+    show_default=True,
+    help="How often the draft's best token is right, at each depth: from 0 to below 1.",
 )
 @click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")

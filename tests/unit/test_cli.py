@@ -69,6 +69,17 @@ def test_usage_errors_are_2() -> None:
         assert result.exit_code == 2 and "Traceback" not in result.output, arguments
 
 
+def test_a_mistyped_command_is_told_which_there_are() -> None:
+    assert "unknown command 'verfy'; kdgen knows build, verify, demo" in kdgen("verfy").stderr
+    assert "No such option" in kdgen("--verfy").stderr
+
+
+@pytest.mark.parametrize("name", ["tiny", "my.yaml"])
+def test_a_spec_is_no_published_model(name: str) -> None:
+    result = kdgen("spec", name)
+    assert result.exit_code == 2 and f"{name}: is a spec already" in result.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -315,6 +315,8 @@ def test_options_that_make_no_sense(model: Path) -> None:
         ("--seed", str(2**64)),
     ):
         assert option in refused(model, option, value)
+    for option, value in (("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1"), ("--sample-seed", "3")):
+        assert "are for drawing tokens: add --temperature" in refused(model, option, value)
     assert "'--error-rate': nan is no number" in refused(model, "--draft", "replay", "--error-rate", "nan")
 
 
