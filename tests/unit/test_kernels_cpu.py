@@ -64,6 +64,18 @@ def test_sums_with_norms_of_wide_rows(hidden: int) -> None:
     assert check.ok and check.ran, check.why
 
 
+@pytest.mark.parametrize("heads", [128, 192])
+def test_attention_shares_of_fewer_blocks_than_could_be_left_over(cpu_backend: Backend, heads: int) -> None:
+    spec = VARIANTS["tiny-wgmma"].model_copy(update={"num_attention_heads": heads})
+    plan = build_plan(spec, "bf16").on("sm_90a")
+    kernel = plan.kernel("attention_shares")
+    assert kernel.grid[0].cap == {128: 2, 192: 1}[heads]
+    plan = replace(plan, kernels=(kernel,))
+    load_kernels(cpu_backend, plan)
+    check = check_kernel(cpu_backend, spec, plan, kernel, np.random.default_rng(4))
+    assert check.ok and check.ran, check.why
+
+
 @pytest.mark.parametrize(("name", "compute", "place", "backend"), CASES)
 def test_kernel_is_right(name: str, compute: Compute, place: int, backend: str) -> None:
     spec, plan = model(name, compute)
