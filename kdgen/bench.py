@@ -162,7 +162,7 @@ def measure_parts(
         humming = open_humming(
             peer, spec.n_routed_experts or 0, spec.hidden_size, spec.moe_intermediate_size or 0, spec.quantization.group_size
         )
-    pairs = zip(nodes, distinct, strict=True) if distinct and spec.has_moe else wanted_experts(engine, nodes)
+    pairs = zip(nodes, distinct, strict=True) if distinct else wanted_experts(engine, nodes)
     for rows, hit in pairs:
         say(f"{hit} experts, {rows} rows")
         experts.append(experts_time(engine, rows, hit, bandwidth, peer, humming if isinstance(humming, Humming) else None))

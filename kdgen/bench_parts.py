@@ -23,6 +23,7 @@ from kdgen.plan.kernels import FEW
 from kdgen.plan.least import expected_experts
 from kdgen.resources import templates_dir
 from kdgen.rounds import Rounds, budgets_for
+from kdgen.spec import Spec
 
 #: The parts of a verify step that are no forward.
 PARTS = {"tree": ("tree_build", "tree_rows"), "accept": ("tree_accept", "kv_compact"), "draft context": ("draft_context",)}
@@ -143,14 +144,22 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> int:
     return max(chosen, round(expected_experts(experts, chosen, rows)))
 
 
+def check_distinct(spec: Spec, nodes: Sequence[int], distinct: Sequence[int]) -> None:
+    """Raises KdgenError where steps of so many rows cannot hit so many ``distinct`` experts, a number for each of ``nodes``."""
+    if not spec.has_moe:
+        raise KdgenError(f"{spec.name} has no experts: leave out --experts")
+    each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
+    for rows, hit in zip(nodes, distinct, strict=True):
+        if not each <= hit <= min(experts, rows * each):
+            raise KdgenError(f"--experts: {rows} tokens with {each} experts each hit {each} to {min(experts, rows * each)}, not {hit}")
+
+
 def experts_time(
     engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None = None, humming: Humming | None = None
 ) -> ExpertsTime:
     """The same ``distinct`` experts in every layer that has some; a layer's weights are read again only after all others'."""
     spec, backend = engine.spec, engine.backend
     each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
-    if not each <= distinct <= min(experts, rows * each):
-        raise KdgenError(f"{rows} tokens with {each} experts each hit {each} to {min(experts, rows * each)} of them, not {distinct}")
     order, drawn = np.arange(rows * each) % distinct, np.random.default_rng(0).permutation(experts)
     routings = [drawn[(order + turn * distinct) % experts].reshape(rows, each).astype(np.int32) for turn in range(HUMMING_CALLS)]
     backend.write(engine.buffer("topk_experts"), routings[0])

@@ -10,6 +10,7 @@ import click
 
 from kdgen.backends.cuda import cuda_unusable
 from kdgen.bench import BenchReport, StepTime, measure, measure_parts
+from kdgen.bench_parts import check_distinct
 from kdgen.bench_plot import plot
 from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
 from kdgen.build import write_whole
@@ -100,12 +101,15 @@ def command(
         _need_gpu()
     model = random_model(spec_name, layers, seed, draft)
     check_shard(model.spec, Shard(ranks))
+    if distinct:
+        check_distinct(model.spec, nodes, distinct)
     most = model.spec.max_position_embeddings
-    contexts = contexts or (min(CONTEXT, max(1, most - max(nodes))),)
+    step_rows = max(*nodes, model.spec.draft.block_size if model.spec.draft else 0)
+    contexts = contexts or (min(CONTEXT, max(1, most - step_rows)),)
     longest = max(*contexts, prefill or 0)
-    if longest + max(nodes) > most:
-        raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context or --prefill")
-    limits = Limits(chunk if prefill else Limits().max_tokens, min(longest + 1024, most))
+    if longest + step_rows > most:
+        raise KdgenError(f"{model.spec.name} has {most} positions: choose a smaller --context, --prefill or --nodes")
+    limits = Limits(min(chunk, prefill) if prefill else Limits().max_tokens, min(longest + 1024, most))
     if ranks > 1 and place is None:
         build_plan(model.spec, dtype, limits, Shard(ranks))
         _bench_ranks(ranks, exchange, _options(spec_name, layers, contexts, nodes, dtype, draft, seed), as_json)
@@ -128,12 +132,12 @@ def command(
             report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)
     if shard.rank:
         return
-    if picture is not None:
-        write_whole(picture, plot(report))
     if as_json:
         emit_json("kdgen.bench/3", report)
     else:
         _print(report)
+    if picture is not None:  # last: where it cannot be written, the figures are not lost
+        write_whole(picture, plot(report))
 
 
 def _print_ranks(report: RanksReport) -> None:

@@ -22,7 +22,7 @@ def wide_candidates(vocab_size: int, nodes: int) -> Candidates:
     depths, width = MAX_PATH // 2 - 1, min(vocab_size, max(8, (nodes + 1) // 4))
     tokens = np.stack([rng.choice(vocab_size, width, replace=False) for _ in range(depths)]).astype(np.int32)
     log_probs = -np.sort(rng.exponential(1.0, (depths, width)).astype(np.float32), axis=1)
-    return Candidates(tokens, log_probs)
+    return Candidates(tokens[:nodes], log_probs[:nodes])  # no tree is deeper than that
 
 
 class RandomDrafter:

@@ -27,7 +27,7 @@ from kdgen.bench_plot import plot
 from kdgen.bench_timing import Contender, median, medians
 from kdgen.cli import main
 from kdgen.compile import compile_all
-from kdgen.errors import BackendError
+from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.ranks import Place
 from kdgen.resources import templates_dir
@@ -169,10 +169,15 @@ def test_a_rank_times_its_part(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) ->
     assert kernels["gather_choice"]["launches"] == 1 and kernels["rank_sum"]["launches"] == 2 * layers + 1
 
 
-def test_a_context_that_every_model_has(gpu: FakeGpu) -> None:
-    result = CliRunner().invoke(main, ["bench", "tiny", "--nodes", "1,8", "--no-kernels", "--json"])
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [(["tiny", "--nodes", "1,8"], 8), (["tiny", "--nodes", "2"], 2), (["tiny-dflash", "--nodes", "1", "--draft", "--dtype", "bf16"], 8)],
+)
+def test_a_context_that_every_model_has(gpu: FakeGpu, options: list[str], rows: int) -> None:
+    """All that leaves room for a tree of the most rows, or for a block of the drafter."""
+    result = CliRunner().invoke(main, ["bench", *options, "--no-kernels", "--json"])
     assert result.exit_code == 0, result.output
-    assert {step["context"] for step in json.loads(result.stdout)["steps"]} == {1024 - 8}
+    assert {step["context"] for step in json.loads(result.stdout)["steps"]} == {1024 - rows}
 
 
 def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
@@ -185,20 +190,43 @@ def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
     ("options", "said"),
     [
         (["--experts", "2"], "--experts takes a number for each of --nodes: 2, not 1"),
-        (["--nodes", "2", "--experts", "7"], "2 tokens with 2 experts each hit 2 to 4 of them, not 7"),
+        (["--nodes", "2", "--experts", "7"], "--experts: 2 tokens with 2 experts each hit 2 to 4, not 7"),
         (["--plot", "roof.pdf"], "--plot draws SVG"),
         (["--plot", "roof.svg", "--no-kernels"], "leave out --no-kernels"),
         (["--nodes", "65"], "--nodes takes numbers from 1 to 64"),
-        (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context or --prefill"),
+        (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context, --prefill or --nodes"),
         (["--nodes", "some"], "is no list of numbers"),
         (["--exchange", "peer"], "--exchange is between ranks: add --tp"),
         (["--tp", "2", "--peers"], "of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers"),
         (["--tp", "3"], "3 ranks cannot share it"),
     ],
 )
-def test_what_is_refused(gpu: FakeGpu, options: list[str], said: str) -> None:
+def test_what_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str) -> None:
+    monkeypatch.setattr(kdgen.cli.bench, "measure", lambda *given: pytest.fail("measured first"))
     result = bench(*options)
     assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_experts_that_a_model_has_none_of(gpu: FakeGpu, tmp_path: Path) -> None:
+    dense = tmp_path / "dense.yaml"
+    dense.write_text(load_spec("tiny").model_copy(update={"name": "dense", "first_k_dense_replace": 4}).model_dump_json())
+    result = CliRunner().invoke(main, ["bench", str(dense), "--nodes", "2", "--experts", "3"])
+    assert result.exit_code == 2 and "dense has no experts: leave out --experts" in result.stderr
+
+
+def test_figures_outlive_a_picture_that_cannot_be_written(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(path: Path, text: str) -> None:
+        raise KdgenError(f"{path}: cannot be written: No space left on device")
+
+    monkeypatch.setattr(kdgen.cli.bench, "write_whole", full)
+    result = bench("--nodes", "1", "--plot", str(tmp_path / "roof.svg"), "--json")
+    assert result.exit_code == 2 and "roof.svg: cannot be written" in result.stderr
+    assert json.loads(result.stdout)["steps"]
+
+
+def test_no_room_is_made_for_a_chunk_beyond_the_prompt(gpu: FakeGpu) -> None:
+    report = json.loads(bench("--nodes", "1", "--no-kernels", "--prefill", "70", "--chunk", str(10**12), "--json").stdout)
+    assert (report["prefill"]["tokens"], report["prefill"]["chunk"]) == (70, 70)
 
 
 def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) -> None:
