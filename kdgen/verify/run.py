@@ -370,8 +370,14 @@ def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelC
     found = []
     for kernel in plan.kernels:
         say(f"{spec.name} {plan.compute}: kernel {kernel.name} under the checker")
-        found.append(check_kernel(backend, spec, plan, kernel, _inputs(1, kernel), tokens=CHECKER_TOKENS))
+        found.append(check_kernel(backend, spec, plan, kernel, _inputs(1, kernel), tokens=_checker_tokens(kernel)))
     return found
+
+
+def _checker_tokens(kernel: Kernel) -> tuple[int, ...]:
+    """Few and many; where a kernel brings its inputs another way from some number of tokens on, that number, too."""
+    linear = getattr(kernel.params, "linear", kernel.params)
+    return tuple(sorted({*CHECKER_TOKENS, getattr(linear, "lines_from", CHECKER_TOKENS[0])}))
 
 
 # ---- trees --------------------------------------------------------------------------------------------------------------

@@ -235,6 +235,7 @@ TEMPLATES = [
             "no wait between copying lanes and reading ones",
             "cp_async_wait<SLOTS - 2>();\n    __syncwarp();",
             "cp_async_wait<SLOTS - 2>();",
+            "checker",
         ),
         (
             "lists are read before they are there",
@@ -283,7 +284,7 @@ TEMPLATES = [
     ),
     *_in(
         "linear_and_choice",
-        ("a warp chooses for one row alone", "row += linear::WARPS", "row += rows"),
+        ("a warp chooses for one row alone", "row += linear::WARPS", "row += tokens"),
         ("warps share their scores", "mine->scores[warp]", "mine->scores[0]", "checker"),
         ("no barrier before the lists", "      __syncthreads();\n      lists::", "      lists::"),
         ("every tile of tokens chooses for all", "if (blockIdx.y == 0) {", "if (true) {", "checker"),
@@ -674,8 +675,8 @@ TEMPLATES = [
     *_in(
         "templates/lib/block_prefix.cuh.j2",
         ("the last warp's experts are not counted", "    all += warp_total[w];\n", "    if (w < WARPS - 1) all += warp_total[w];\n"),
-        ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", ""),
-        ("no barrier before the warps are joined", "= sum;\n  __syncthreads();\n", "= sum;\n"),
+        ("no barrier before the next prefix", "  __syncthreads();  // before the next call writes\n", "", "checker"),
+        ("no barrier before the warps are joined", "= sum;\n  __syncthreads();\n", "= sum;\n", "checker"),
     ),
     *_in(
         "templates/lib/warp_prefix.cuh.j2",
