@@ -48,11 +48,11 @@ ATTENTION_ROWS = {128: 40, 512: 528}
 #: What the start of another tile of heads costs, in tiles of keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512,
 #: the combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
 WGMMA_START_TILES = 4
+#: What the end of a split costs, in the same: its partial values are stored while no tile is multiplied.
+WGMMA_SPLIT_TILES = 1
 #: While a split's scores stay within this power of 2 of an older largest one, probabilities are left relative to that: 8 is what
 #: FlashAttention-4 takes, and bfloat16 and float32 lose nothing by.
 SOFTMAX_SLACK = 8
-#: What the end of a split costs, in the same: its partial values are stored while no tile is multiplied.
-WGMMA_SPLIT_TILES = 1
 
 
 def has_wgmma_shapes(spec: Spec) -> bool:

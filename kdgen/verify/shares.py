@@ -162,8 +162,9 @@ def _check_balance(bench: Bench, found: list[list[Visit]], positions: Array) -> 
         for visits in found
     ]
     longest = max((tiles for each in splits for tiles in each), default=0) if parts > 1 else 0
-    starts = 2 * p.start_tiles * p.group * together
-    share = (sum(sorted(work)[-p.group * together :]) + starts) // parts + longest + starts
+    # each part may start each list of a group's, what its rows share and what each sees beyond, and the split that it takes last one more
+    starts = p.start_tiles * (p.group + 2) if parts > 1 else 0
+    share = sum(sorted(work)[-p.group * together :]) // parts + longest + starts
     for block, each in enumerate(splits):
         if sum(each) > share:
             bench.findings.problem(f"block {block} has {sum(each)} tiles' work, where {share} would be enough")
