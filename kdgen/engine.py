@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
 from kdgen.draft_spec import no_drafter
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
-from kdgen.errors import BackendError, KdgenError
+from kdgen.errors import BackendError, KdgenError, LogitsError
 from kdgen.key_tiles import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
 from kdgen.plan.programs import SAMPLED
@@ -91,7 +91,8 @@ class Engine:
     A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
     layouts already, or give checkpoint tensors by key; ``draft_weights`` are the drafter's, where the plan has one (None: they are
     among ``weights``). ``progress`` is called with (bytes done, bytes in all) before the first weight and while they load. Raises
-    BackendError when kernels do not load or memory is short, and WeightError when the weights do not fit the plan or are damaged.
+    BackendError when kernels do not load or memory is short, and WeightError when the weights do not fit the plan or are damaged. A step
+    raises LogitsError when a token would have to be chosen by logits that are not finite.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Engine:
         self._plan = plan = plan.on(backend.family)
         self._need_memory()
         backend.load([rendered.source for rendered in render(plan)])
-        self._weights = self._load_weights(_packed(weights), _packed(weights if draft_weights is None else draft_weights), progress)
+        packed = _packed(weights)
+        self._name = packed.where or spec.name  # for messages
+        self._weights = self._load_weights(packed, packed if draft_weights is None else _packed(draft_weights), progress)
         self._buffers: dict[str, DeviceArray] = {}
         self._everywhere: dict[str, DeviceArray] = {}  # addresses of a buffer on every rank
         for each in plan.buffers:
@@ -125,7 +128,6 @@ class Engine:
         self._programs = {p.name: self._resolve(p) for p in plan.programs}
         self._seen: set[tuple[str, int, int, int, int | None]] = set()
         self._replays: dict[tuple[str, int, int, int, int | None], Replay] = {}
-        self._logit_rows: int | None = None  # of the last step, where not all of its token rows have logits
         self._lengths = [0] * plan.limits.max_sequences
         zeros = np.zeros(plan.limits.max_sequences, np.int32)
         self._write("root_token", zeros)
@@ -177,8 +179,7 @@ class Engine:
         begins = np.cumsum([0, *(len(tokens) if every_logit else 1 for _, tokens in chunks)], dtype=np.int32)
         self._write("logit_begin", begins)
         self._write("tokens", np.asarray(flat, np.int32))
-        self._logit_rows = int(begins[-1])
-        self._run("prefill", len(flat), sequences, self._logit_rows)
+        self._run("prefill", len(flat), sequences, int(begins[-1]))
         for sequence, tokens in chunks:
             self._lengths[sequence] += len(tokens)
         return self._roots(sequences)
@@ -212,10 +213,11 @@ class Engine:
         self._run("verify", sum(draft.budget + 1 if draft.proposal.depths else 1 for draft in drafts), sequences)
         counts, begins = self.read("accepted_count"), self.read("step_begin")
         nodes, tokens = self.read("accepted_nodes"), self.read("accepted_tokens")
+        for place, sequence in enumerate(sequences):
+            self._lengths[sequence] += int(counts[place])
         done = []
         for place, root in enumerate(self._roots(sequences)):
             count = int(counts[place])
-            self._lengths[sequences[place]] += count
             rows = tuple(int(begins[place]) + int(node) for node in nodes[place, :count])
             done.append(Verified(tuple(int(t) for t in tokens[place, :count]), root, rows))
         return tuple(done)
@@ -259,19 +261,26 @@ class Engine:
         computed logits of; of a rank, those of its part of the vocabulary."""
         return self.backend.to_host(self._buffers["logits"], rows).astype(np.float32, copy=False)
 
-    def has_nan(self) -> bool:
-        """Whether the last step's logits hold a NaN. A key or value that is none makes every later one none, so the last step tells."""
-        return bool(np.isnan(self.logits(self._logit_rows or int(self.read("num_tokens")[0]))).any())
-
     def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
         cache = self.read("kv_cache")[:, sequence]
         return (from_tiles(cache) if self._plan.key_tiles else cache)[:, : self._lengths[sequence]]
 
+    def need_finite(self, root: int, position: int, sequence: int = 0) -> None:
+        """Raise LogitsError when ``root``, the token chosen for ``position``, was chosen by logits that hold a NaN or an infinity.
+
+        The kernels that choose flip such a token's bits, which makes it negative: whoever reads a root need look at nothing else.
+        """
+        if root < 0:
+            raise LogitsError(self._name, sequence, position)
+
     # ---- internals --------------------------------------------------------------------------------------------------
 
     def _roots(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        """The roots behind what is committed now."""
         roots = self.read("root_token")
+        for sequence in sequences:
+            self.need_finite(int(roots[sequence]), self._lengths[sequence], sequence)
         return tuple(int(roots[sequence]) for sequence in sequences)
 
     def _need_room(self, sequence: int, rows: int) -> None:
@@ -287,7 +296,6 @@ class Engine:
         most = self._plan.limits.max_sequences
         if not sequences or len(set(sequences)) != len(sequences) or not all(0 <= s < most for s in sequences):
             raise KdgenError(f"a step takes different sequences of 0 … {most - 1}, not {list(sequences)}")
-        self._logit_rows = None
         self._write("step_count", np.array([len(sequences)], np.int32))
         self._write("step_sequence", np.asarray(sequences, np.int32))
 

@@ -47,5 +47,16 @@ class BackendError(KdgenError):
     """A backend cannot run here (no GPU, no C++ compiler, out of memory) or a launch failed."""
 
 
+class LogitsError(KdgenError):
+    """Logits hold a NaN or an infinity, so that no token can be chosen by them. ``sequence`` is the engine's, ``position`` the token's."""
+
+    def __init__(self, model: str, sequence: int, position: int) -> None:
+        self.sequence, self.position = sequence, position
+        super().__init__(
+            f"{model}: the logits for token {position} (the prompt begins with token 0) hold a NaN or an infinity, so that no token can be"
+            " chosen: the weights are damaged, or belong to another config"
+        )
+
+
 class WeightError(KdgenError):
     """A checkpoint or container is damaged, incomplete or contradicts its config."""

@@ -137,6 +137,7 @@ class Rounds:
             drafted = log_probs[0, :depths, :width].astype(np.float32)
             done = Round(budget, new, tuple(nodes[0, :count].tolist()), drafted)
         self._length += len(done.tokens)
+        self.engine.need_finite(int(root[0]), self._length)
         return done
 
     def end(self, length: int, root: int) -> None:

@@ -71,8 +71,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   if (token_row >= *num_tokens) return;
   const int sequence = row_sequence[token_row];
   if (temperature[sequence] == 0.0f) return;
+  const int greedy = next_token[token_row];  // the argmax, which this overwrites at the end
+  if (greedy < 0) return;                    // a NaN or an infinity is in the row
   const float* row = logits + (size_t)token_row * VOCAB;
-  const float largest = row[next_token[token_row]];  // the argmax, which this overwrites at the end
+  const float largest = row[greedy];
   const float inverse = 1.0f / temperature[sequence];
   auto weight = [&](int i) { return expf((row[i] - largest) * inverse); };
 
@@ -147,6 +149,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       best = float_scratch[w];
       best_token = index_scratch[w];
     }
-  next_token[token_row] = best_token < VOCAB ? best_token : next_token[token_row];
+  next_token[token_row] = best_token < VOCAB ? best_token : greedy;
 }
 }  // namespace sample

@@ -340,16 +340,7 @@ def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
-    """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too.
-
-    Raises KdgenError when logits are no numbers.
-    """
-
-    def emit(tokens: tuple[int, ...]) -> None:
-        if not live.steps:
-            _need_numbers(engine)  # before anything is shown
-        live(tokens)
-
+    """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too."""
     name = engine.spec.name
     plain = None
     if check or run.draft in ("replay", "adversarial"):
@@ -361,16 +352,10 @@ def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[s
     live.begin()
     drafter = _drafter(run, engine.spec, plain.tokens if plain else ()) if run.draft != "none" else None
     tree = (drafter, run.budget, run.block_size)
-    decoded = Decoder(engine).decode(run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, emit)
-    _need_numbers(engine)
+    decoded = Decoder(engine).decode(run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, live)
     if plain is None or rows is None:
         return decoded, None
     return decoded, decoded.tokens == plain.tokens and same_rows(rows, engine.cache_rows())
-
-
-def _need_numbers(engine: Engine) -> None:
-    if engine.has_nan():
-        raise KdgenError(f"{engine.spec.name}: its logits are NaN, so that its tokens mean nothing: the weights are damaged")
 
 
 def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:

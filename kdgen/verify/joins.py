@@ -52,7 +52,7 @@ def check_rank_sum(bench: Bench) -> None:
 
 @for_template(CHECKS, ["rank_choice.cu.j2"])
 def check_rank_choice(bench: Bench) -> None:
-    """Ties between ranks, rows that only one rank has a token for, and rows of NaNs."""
+    """Ties between ranks, rows that only one rank has a token for, rows of NaNs, and rows of which a rank says that they are not finite."""
     p, most = bench.p, max(bench.tokens)
     values = bench.rng.integers(0, 3, (p.ranks, most)).astype(np.float32)  # many ties
     values[0, 0], values[-1, 0] = -0.0, 0.0
@@ -61,7 +61,9 @@ def check_rank_choice(bench: Bench) -> None:
     nothing = bench.rng.random((p.ranks, most)) < 0.2
     nothing[:, -1] = True
     values[nothing], ids[nothing] = -np.inf, 2**31 - 1
-    parts = np.stack([values.view(np.int32), ids], axis=2)
+    damaged = nothing & (bench.rng.random((p.ranks, most)) < 0.5)
+    damaged[bench.rng.integers(p.ranks), most // 2] = True
+    parts = np.stack([values.view(np.int32), np.where(damaged, ~ids, ids)], axis=2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -71,7 +73,8 @@ def check_rank_choice(bench: Bench) -> None:
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
     expected = ids[values.argmax(axis=0), np.arange(most)]  # the first rank of the best has the lowest ids
-    check_rows(bench, run, {"next_token": (np.where(expected < p.vocab, expected, 0), np.zeros(1))})
+    chosen = np.where(expected < p.vocab, expected, 0)
+    check_rows(bench, run, {"next_token": (np.where(damaged.any(axis=0), ~chosen, chosen), np.zeros(1))})
 
 
 @for_template(CHECKS, ["rank_logits.cu.j2"])
@@ -179,11 +182,13 @@ def check_peer_argmax(bench: Bench) -> None:
     logits[0, 0], logits[1:, 0] = -0.0, 0.0
     for rank, row in ((RANK, 1), (RANK, 2), (0, 2), (slice(None), most - 1)):
         logits[rank, row] = np.nan
+    logits[bench.rng.integers(p.ranks), most // 2, bench.rng.integers(each)] = -np.inf
     none = np.asarray(np.isnan(logits).all(axis=2))
     best = np.where(none, 0, np.nanargmax(np.where(none[..., None], 0, logits), axis=2))
     values = np.where(none, -np.inf, np.take_along_axis(logits, best[..., None], axis=2)[..., 0]).astype(np.float32)
     ids = np.where(none, 2**31 - 1, best + each * np.arange(p.ranks)[:, None]).astype(np.int32)
-    choices = np.stack([values.view(np.int32), ids], axis=2)
+    damaged = ~np.isfinite(logits).all(axis=2)
+    choices = np.stack([values.view(np.int32), np.where(damaged, ~ids, ids)], axis=2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -194,7 +199,8 @@ def check_peer_argmax(bench: Bench) -> None:
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
     whole = np.concatenate(list(np.where(np.isnan(logits), -np.inf, logits)), axis=1)
-    check_rows(bench, run, {"next_token": (whole.argmax(axis=1), np.zeros(1))})
+    chosen = whole.argmax(axis=1)
+    check_rows(bench, run, {"next_token": (np.where(damaged.any(axis=0), ~chosen, chosen), np.zeros(1))})
 
 
 @for_template(CHECKS, ["peer_gather.cu.j2"])

@@ -115,6 +115,8 @@ def check_argmax(bench: Bench) -> None:
     p = bench.p
     most = max(bench.tokens)
     logits = _coarse_logits(bench, most, p.vocab)
+    for row in range(3, most, 2):  # one logit that is not finite, anywhere, beside others that are
+        logits[row, bench.rng.integers(p.vocab)] = (np.nan, -np.nan, np.inf, -np.inf)[row // 2 % 4]
     if p.sharded:
         _check_sharded_argmax(bench, logits)
         return
@@ -125,7 +127,17 @@ def check_argmax(bench: Bench) -> None:
         bench.launch(bench.integer(count), bench.input(logits[rows]), chosen, tokens=count)
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
-    check_rows(bench, run, {"next_token": (ops.argmax(logits), np.zeros(1))})
+    check_rows(bench, run, {"next_token": (marked(_largest(logits), logits), np.zeros(1))})
+
+
+def marked(tokens: Array, logits: Array) -> Array:
+    """``tokens`` [rows], with all bits flipped where a row of ``logits`` [rows, vocab] holds a NaN or an infinity."""
+    return np.where(np.isfinite(logits).all(axis=1), tokens, ~tokens)
+
+
+def _largest(logits: Array) -> Array:
+    """The lowest index of each row's largest logit; a NaN is no logit."""
+    return ops.argmax(np.where(np.isnan(logits), -np.inf, logits))
 
 
 def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
@@ -140,9 +152,10 @@ def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
         values, ids = split_guard(bench, "choice", bench.read(choice), count).T
         return {"value": values, "id": ids}
 
-    best = ops.argmax(logits[:-1])
+    best = _largest(logits[:-1])
     values = np.append(logits[np.arange(len(best)), best], np.float32(-np.inf)).view(np.int32)
-    check_rows(bench, run, {"value": (values, np.zeros(1)), "id": (np.append(first + best, 2**31 - 1), np.zeros(1))})
+    ids = marked(np.append(first + best, 2**31 - 1), logits)
+    check_rows(bench, run, {"value": (values, np.zeros(1)), "id": (ids, np.zeros(1))})
 
 
 @for_template(CHECKS, ["top_k_parts.cu.j2", "top_k.cu.j2"])

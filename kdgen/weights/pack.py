@@ -35,7 +35,9 @@ _CACHE_BYTES = 2**18
 
 
 class PackedWeights(ABC):
-    """Weights in a plan's layouts, wherever they come from: checkpoint tensors packed on the way, a packed file, made-up values."""
+    """Weights in a plan's layouts, wherever they are from: checkpoint tensors packed on the way, a packed file, made-up values."""
+
+    where = ""  #: the file or folder that they are read from, for messages; empty: none
 
     def check(self, plan: Plan) -> None:
         """Raises WeightError when these weights are not those that ``plan`` reads."""
@@ -52,8 +54,8 @@ class PackedWeights(ABC):
 class CheckpointWeights(PackedWeights):
     """Checkpoint tensors, packed when they are asked for."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Tensors, where: str = "") -> None:
+        self._tensors, self.where = tensors, where
 
     def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
         return packed_parts(weight, layer, self._tensors)

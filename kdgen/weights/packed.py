@@ -57,7 +57,7 @@ class PackedFile(PackedWeights):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open_kdtr(path)
+        self._file, self.where = open_kdtr(path), str(path)
         metadata = self._file.metadata
         if metadata.kind != KIND:
             raise WeightError(f"{path}: holds {metadata.kind!r}, not packed weights")

@@ -81,20 +81,6 @@ def test_a_step_has_memory_for_logits_of_full_trees_alone(cpu_backend: Backend) 
     assert engine.length() == 80 and np.isfinite(engine.logits(1)).all()
 
 
-def test_a_nan_is_looked_for_among_the_logits_that_there_are(cpu_backend: Backend) -> None:
-    """Those of a prefill's other rows are what an earlier step left there, or nobody wrote: on a CPU, NaN."""
-    weights = random_weights(TINY, 3)
-    engine = Engine(TINY, build_plan(TINY, "f32", Limits(32, 64)), cpu_backend, weights.__getitem__)
-    engine.prefill([1, 2, 3])
-    assert not engine.has_nan()
-    engine.decode()
-    assert not engine.has_nan()
-    broken = {**weights, "model.norm.weight": np.full_like(weights["model.norm.weight"], np.nan)}
-    engine = Engine(TINY, engine.plan, cpu_backend, broken.__getitem__)
-    engine.prefill([1, 2, 3])
-    assert engine.has_nan()
-
-
 def test_operations_of_a_prefill_count_a_row_of_logits_a_chunk(cpu_backend: Backend) -> None:
     def operations(chunk: int) -> int:
         plan = build_plan(TINY, "bf16", Limits(chunk, 64))
