@@ -1,0 +1,190 @@
+"""Damage to files, drawn by Hypothesis: of bytes, of JSON values, of a safetensors file's header and body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+#: What a JSON value is replaced by: wrong types, edges of number formats, texts that a shell, C++, a path or a terminal would obey.
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e-300, 1e300, 1e999,
+    -1e999, float("nan"), "", " ", "0", "1", "null", "true", "nan", "bfloat16", "float16", "yarn", "sigmoid", "\x00", "\x1b[2J", "a" * 5000,
+    "../../etc/passwd", "/dev/zero", "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED;", '"); system("touch INJECTED"); //', "*/ int x; /*",
+    "{{ 7 * 7 }}", "%s%n", "\ud800", "漢字", "con", "-rf", "__class__", [], [[]], [None], [0], [1, 2, 3], list(range(300)), {}, {"": {}}, {"type": "yarn"},
+    {"rope_type": "linear", "factor": 2}, {"a": {"b": {"c": []}}},
+)  # fmt: skip
+ODD_TEXTS = tuple(value for value in ODD_VALUES if isinstance(value, str))
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8", "BOOL", "F8_E4M3", "F8_E8M0", "I4", "", "bf16", "X" * 300)
+NUMBERS = (0, 1, -1, 2, 7, 8, 2**31, 2**63 - 1, 2**64, 10**30, 1.5, None, "8", True, [])
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file's damage: what it is called in reports, and what it makes of the file's bytes.
+
+    ``key`` is the JSON key that was changed where the damage is one of a single key, else empty.
+    """
+
+    title: str
+    make: Callable[[bytes], bytes]
+    key: str = ""
+
+
+def of_bytes() -> st.SearchStrategy[Damage]:
+    """A flipped bit, a cut end, a hole of zeros, a doubled or inserted piece, an empty file; places are fractions of the file."""
+    at = st.floats(0, 1)
+    return st.one_of(
+        st.builds(lambda p, bit: Damage(f"bit {bit} flipped at {p:.6f}", lambda data: _flipped(data, p, bit)), at, st.integers(0, 7)),
+        st.builds(lambda p: Damage(f"cut at {p:.6f}", lambda data: data[: int(p * len(data))]), at),
+        st.builds(lambda p, n: Damage(f"{n} zeros at {p:.6f}", lambda data: _replaced(data, p, n, bytes(n))), at, st.sampled_from((1, 8, 512, 4096))),
+        st.builds(lambda p, n: Damage(f"{n} bytes doubled at {p:.6f}", lambda data: _doubled(data, p, n)), at, st.sampled_from((1, 7, 512))),
+        st.builds(lambda p, b: Damage(f"{b!r} inserted at {p:.6f}", lambda data: _inserted(data, p, b)), at, st.binary(min_size=1, max_size=16)),
+        st.sampled_from((b"", b"\n", b"{", b"[]", b"null", b"\xff\xfe", b"\xef\xbb\xbf{}", b"version https://git-lfs.github.com/spec/v1\n"))
+        .map(lambda data: Damage(f"the whole file is {data!r}", lambda _: data)),
+    )  # fmt: skip
+
+
+def _flipped(data: bytes, at: float, bit: int) -> bytes:
+    if not data:
+        return data
+    place = min(int(at * len(data)), len(data) - 1)
+    return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :]
+
+
+def _replaced(data: bytes, at: float, count: int, by: bytes) -> bytes:
+    place = int(at * len(data))
+    return data[:place] + by[: len(data) - place] + data[place + count :]
+
+
+def _doubled(data: bytes, at: float, count: int) -> bytes:
+    place = int(at * len(data))
+    return data[: place + count] + data[place:]
+
+
+def _inserted(data: bytes, at: float, piece: bytes) -> bytes:
+    place = int(at * len(data))
+    return data[:place] + piece + data[place:]
+
+
+def paths_of(value: Any, most: int = 400) -> list[tuple[str | int, ...]]:
+    """The places of a JSON value, as far as they are few: keys and list places from the top."""
+    found: list[tuple[str | int, ...]] = []
+    pending: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while pending and len(found) < most:
+        path, here = pending.pop(0)
+        if path:
+            found.append(path)
+        if isinstance(here, dict):
+            pending += [((*path, key), each) for key, each in here.items()]
+        elif isinstance(here, list):
+            pending += [((*path, place), each) for place, each in enumerate(here[:8])]
+    return found
+
+
+@st.composite
+def of_json(draw: st.DrawFn, data: bytes, encode: Callable[[Any], bytes] = lambda value: json.dumps(value).encode()) -> Damage:
+    """One key of a JSON file removed, set to an odd value, renamed, doubled, moved a level up, or buried deep."""
+    value = json.loads(data)
+    path = draw(st.sampled_from(paths_of(value)))
+    kind = draw(st.sampled_from(("remove", "odd", "odd", "odd", "number", "rename", "move up", "bury", "text")))
+    odd = draw(st.sampled_from(ODD_VALUES if kind != "text" else ODD_TEXTS))
+    number = draw(st.one_of(st.integers(-4, 4096), st.floats(allow_nan=False), st.integers(-(2**70), 2**70)))
+    suffix = draw(st.sampled_from(("_", "s", "2", " ", "\u0301")))
+    depth = draw(st.sampled_from((1, 50, 3000)))
+    *above, last = path
+
+    def make(original: bytes) -> bytes:
+        whole = json.loads(original)
+        here = whole
+        for step in above:
+            here = here[step]
+        if kind == "remove":
+            del here[last]
+        elif kind in ("odd", "text"):
+            here[last] = odd
+        elif kind == "number":
+            here[last] = number
+        elif kind == "rename" and isinstance(last, str):
+            here[last + suffix] = here.pop(last)
+        elif kind == "move up" and isinstance(whole, dict):
+            whole[str(last)] = here[last]
+        else:
+            return _nested(encode(whole), depth, encode(here[last]))
+        return encode(whole)
+
+    shown = {"odd": repr(odd), "text": repr(odd), "number": repr(number), "rename": suffix, "bury": str(depth)}.get(kind, "")
+    names = [str(step) for step in path if isinstance(step, str)]
+    return Damage(f"{'.'.join(map(str, path))}: {kind} {shown[:60]}", make, names[-1] if names else "")
+
+
+def _nested(whole: bytes, depth: int, inner: bytes) -> bytes:
+    """The text with one more key whose value lies ``depth`` lists deep: parsers that recurse give up there."""
+    return whole.rstrip()[:-1] + b', "_deep": ' + b"[" * depth + inner + b"]" * depth + b"}"
+
+
+def split_safetensors(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's header and body."""
+    size = int.from_bytes(data[:8], "little")
+    header: dict[str, Any] = json.loads(data[8 : 8 + size])
+    return header, data[8 + size :]
+
+
+def join_safetensors(header: bytes, body: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
+
+
+@st.composite
+def of_header(draw: st.DrawFn, data: bytes) -> Damage:
+    """A tensor's name, dtype, shape or offsets changed in a safetensors header, or the length of the header itself."""
+    header, _ = split_safetensors(data)
+    name = draw(st.sampled_from([key for key in header if key != "__metadata__"]))
+    kind = draw(st.sampled_from(("dtype", "shape", "offsets", "rename", "remove", "value", "length", "twice", "metadata")))
+    dtype, number = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(NUMBERS))
+    place, odd = draw(st.integers(0, 2)), draw(st.sampled_from(ODD_VALUES))
+    text = draw(st.sampled_from(ODD_TEXTS))
+    length = draw(st.sampled_from((0, 1, 2**20, 2**31, 2**63, 2**64 - 1)))
+
+    def make(original: bytes) -> bytes:
+        head, body = split_safetensors(original)
+        if kind == "length":
+            return length.to_bytes(8, "little") + original[8:]
+        if kind == "dtype":
+            head[name]["dtype"] = dtype
+        elif kind == "shape":
+            shape = head[name]["shape"]
+            head[name]["shape"] = [*shape[:place], number, *shape[place + 1 :]]
+        elif kind == "offsets":
+            head[name]["data_offsets"][place % 2] = number
+        elif kind == "rename":
+            head[text or "renamed"] = head.pop(name)
+        elif kind == "remove":
+            del head[name]
+        elif kind == "value":
+            head[name] = odd
+        elif kind == "metadata":
+            head["__metadata__"] = odd
+        encoded = json.dumps(head).encode()
+        if kind == "twice":
+            again = json.dumps({name: head[name]}).encode()
+            encoded = encoded.rstrip()[:-1] + b", " + again[1:]
+        return join_safetensors(encoded, body)
+
+    return Damage(f"header of {name}: {kind}", make)
+
+
+def nothing() -> Damage:
+    """No damage: the control, whose answer is known."""
+    return Damage("nothing", lambda data: data)
+
+
+def apply(folder: Path, file: str, damage: Damage) -> None:
+    """Damage one file of a folder, in place."""
+    path = folder / file
+    data = damage.make(path.read_bytes())
+    path.unlink()  # it may be a link to the undamaged one
+    path.write_bytes(data)
