@@ -2,5 +2,6 @@
 
 ``python -m tests.campaign --minutes 30`` runs it; it is no part of the test suite's time. ``process.py`` starts commands and watches
 them, ``damage.py`` draws damage, ``subjects.py`` makes the files that are damaged, ``inputs.py`` runs commands over damaged files,
-``judge.py`` decides whether an ending is acceptable; ``kills.py``, ``together.py`` and ``disks.py`` are the other three parts.
+``judge.py`` decides whether an ending is acceptable; ``entries.py``, ``kills.py``, ``together.py`` and ``disks.py`` are
+the other parts.
 """

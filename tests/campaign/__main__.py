@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 from tests.campaign.disks import fill_all
+from tests.campaign.entries import damage_entries
 from tests.campaign.inputs import Finding, Tally, campaign
 from tests.campaign.kills import jobs, kill_all
 from tests.campaign.subjects import make_subjects
 from tests.campaign.together import at_once
 
-PARTS = ("inputs", "kills", "together", "disks")
+PARTS = ("inputs", "entries", "kills", "together", "disks")
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000, help="so many damaged inputs at most")
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of each command")
     parser.add_argument("--writes", type=int, default=60, help="writes of each command at which the disk is full")
+    parser.add_argument("--entries", type=int, default=30, help="damaged entries of the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=PARTS, help="this part alone; may be given again")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "kdgen-campaign", help="where inputs with findings go")
@@ -48,6 +50,10 @@ def main() -> int:
             tally = campaign(subjects, options.seed, options.keep, go_on, say)
             findings += tally.findings
             rows.append(f"damaged inputs: {tally}")
+        if "entries" in chosen:
+            found = damage_entries(options.entries, subjects, options.seed, say)
+            findings += found
+            rows.append(f"damaged entries of the cache: {options.entries}, {len(found)} findings")
         if "kills" in chosen:
             for killed in kill_all(options.kills, subjects, options.seed, tuple(jobs(subjects)), say):
                 findings += killed.findings

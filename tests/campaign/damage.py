@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 #: What a JSON value is replaced by: wrong types, edges of number formats, texts that a shell, C++, a path or a terminal would obey.
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e-300, 1e300, 1e999,
-    -1e999, float("nan"), "", " ", "0", "1", "null", "true", "nan", "bfloat16", "float16", "yarn", "sigmoid", "\x00", "\x1b[2J", "a" * 5000,
-    "../../etc/passwd", "/dev/zero", "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED;", '"); system("touch INJECTED"); //', "*/ int x; /*",
-    "{{ 7 * 7 }}", "%s%n", "\ud800", "漢字", "con", "-rf", "__class__", [], [[]], [None], [0], [1, 2, 3], list(range(300)), {}, {"": {}}, {"type": "yarn"},
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e-300, 1e300,
+    1e999, -1e999, float("nan"), "", " ", "0", "1", "null", "true", "nan", "bfloat16", "float16", "yarn", "sigmoid", "\x00", "\x1b[2J", "a" * 5000,
+    "../../etc/passwd",
+    "/dev/zero", "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED;",
+    '"); system("touch INJECTED"); //', "*/ int x; /*",
+    "{{ 7 * 7 }}",
+    "%s%n", "\ud800", "漢字", "con", "-rf", "__class__", [], [[]], [None], [0], [1, 2, 3], list(range(300)), {}, {"": {}}, {"type": "yarn"},
     {"rope_type": "linear", "factor": 2}, {"a": {"b": {"c": []}}},
 )  # fmt: skip
 ODD_TEXTS = tuple(value for value in ODD_VALUES if isinstance(value, str))
@@ -38,15 +41,16 @@ class Damage:
 def of_bytes() -> st.SearchStrategy[Damage]:
     """A flipped bit, a cut end, a hole of zeros, a doubled or inserted piece, an empty file; places are fractions of the file."""
     at = st.floats(0, 1)
+    counts = st.sampled_from((1, 7, 8, 512, 4096))
+    whole = (b"", b"\n", b"{", b"[]", b"null", b"\xff\xfe", b"\xef\xbb\xbf{}", b"version https://git-lfs.github.com/spec/v1\n")
     return st.one_of(
         st.builds(lambda p, bit: Damage(f"bit {bit} flipped at {p:.6f}", lambda data: _flipped(data, p, bit)), at, st.integers(0, 7)),
         st.builds(lambda p: Damage(f"cut at {p:.6f}", lambda data: data[: int(p * len(data))]), at),
-        st.builds(lambda p, n: Damage(f"{n} zeros at {p:.6f}", lambda data: _replaced(data, p, n, bytes(n))), at, st.sampled_from((1, 8, 512, 4096))),
-        st.builds(lambda p, n: Damage(f"{n} bytes doubled at {p:.6f}", lambda data: _doubled(data, p, n)), at, st.sampled_from((1, 7, 512))),
-        st.builds(lambda p, b: Damage(f"{b!r} inserted at {p:.6f}", lambda data: _inserted(data, p, b)), at, st.binary(min_size=1, max_size=16)),
-        st.sampled_from((b"", b"\n", b"{", b"[]", b"null", b"\xff\xfe", b"\xef\xbb\xbf{}", b"version https://git-lfs.github.com/spec/v1\n"))
-        .map(lambda data: Damage(f"the whole file is {data!r}", lambda _: data)),
-    )  # fmt: skip
+        st.builds(lambda p, n: Damage(f"{n} zeros at {p:.6f}", lambda data: _replaced(data, p, n, bytes(n))), at, counts),
+        st.builds(lambda p, n: Damage(f"{n} bytes doubled at {p:.6f}", lambda data: _doubled(data, p, n)), at, counts),
+        st.builds(lambda p, b: Damage(f"{b!r} inserted at {p:.6f}", lambda data: _inserted(data, p, b)), at, st.binary(min_size=1)),
+        st.sampled_from(whole).map(lambda data: Damage(f"the whole file is {data!r}", lambda _: data)),
+    )
 
 
 def _flipped(data: bytes, at: float, bit: int) -> bytes:
@@ -175,6 +179,77 @@ def of_header(draw: st.DrawFn, data: bytes) -> Damage:
         return join_safetensors(encoded, body)
 
     return Damage(f"header of {name}: {kind}", make)
+
+
+#: Bits of values that hide, by dtype: NaN, infinities, the largest and the smallest numbers, minus zero.
+_VALUES = {
+    "BF16": (0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7F7F, 0x0001, 0x8000),
+    "F32": (0x7FC00000, 0xFF800001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x00000001, 0x80000000),
+    "I32": (0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0, 0x12345678),
+}
+
+
+@st.composite
+def of_values(draw: st.DrawFn, data: bytes) -> Damage:
+    """One element, or all, of one tensor of a safetensors file set to a value that may hide: NaN, infinity, the largest number."""
+    header, _ = split_safetensors(data)
+    names = [key for key, entry in header.items() if key != "__metadata__" and entry["dtype"] in _VALUES]
+    name = draw(st.sampled_from(names))
+    dtype, (begin, end) = header[name]["dtype"], header[name]["data_offsets"]
+    size = 2 if dtype == "BF16" else 4
+    bits = draw(st.sampled_from(_VALUES[dtype]))
+    element = draw(st.integers(0, max(0, (end - begin) // size - 1)))
+    everywhere = draw(st.sampled_from((False, False, False, True)))
+    word = bits.to_bytes(size, "little")
+
+    def make(original: bytes) -> bytes:
+        start = 8 + int.from_bytes(original[:8], "little")
+        if everywhere:
+            return original[: start + begin] + word * ((end - begin) // size) + original[start + end :]
+        at = start + begin + element * size
+        return original[:at] + word + original[at + size :]
+
+    return Damage(f"{name}[{'all' if everywhere else element}] is 0x{bits:X}", make)
+
+
+#: Chat templates that would hang, take all memory, reach outside, or raise what nobody expects.
+HOSTILE_TEMPLATES = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 8) }}",
+    "{{ 'a' * 100000000 }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{{ 'a'.center(2000000000) }}",
+    "{{ '{:2000000000}'.format(1) }}",
+    "{{ lipsum(n=100000) }}",
+    "{{ messages | tojson(indent=100000000) }}",
+    "{{ cycler() }}",
+    "{{ (1e308 * 10) | int }}",
+    "{{ raise_exception('no') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{% include '/etc/passwd' %}",
+    "{{ messages[99].content }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ undefined_name.attribute }}",
+    "{% for x in messages %}",
+    "{{ 1 / 0 }}",
+    "{{ '\ud800' }}",
+    "{{ range(10 ** 9) | list }}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ messages | map(attribute='content') | join | upper }}",
+    "",
+    "{{ bos_token }}{{ messages }}",
+    "{{ strftime_now('%Y') }}",
+)
+
+
+def of_template() -> st.SearchStrategy[Damage]:
+    """The chat template of a tokenizer_config.json replaced by a hostile one."""
+
+    def replaced(template: str) -> Damage:
+        return Damage(f"chat_template {template[:60]!r}", lambda data: json.dumps(json.loads(data) | {"chat_template": template}).encode())
+
+    return st.sampled_from(HOSTILE_TEMPLATES).map(replaced)
 
 
 def nothing() -> Damage:

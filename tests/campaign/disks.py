@@ -17,6 +17,8 @@ from tests.campaign.kills import difference, jobs, left
 from tests.campaign.process import environment, run
 from tests.campaign.subjects import Subjects
 
+NEVER = 10**9  #: a write that no command reaches
+
 
 @dataclass(frozen=True)
 class Filled:
@@ -59,7 +61,7 @@ def fill(name: str, command: Callable[[Path], list[str]], most: int, say: Callab
             )
             return outcome.code, count.stat().st_size if count.exists() else 0, outcome.stderr
 
-        code, writes, said = attempt(10**9, folder / "whole")
+        code, writes, said = attempt(NEVER, folder / "whole")
         if code != 0:
             return Filled(name, writes, 0, (Finding(name, f"with room on the disk it ended with {code}: {said[-300:]}"),))
         expected = left(folder / "whole")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kdgen.model import described
 from tests.campaign import judge
-from tests.campaign.damage import Damage, apply, nothing, of_bytes, of_header, of_json
+from tests.campaign.damage import Damage, apply, nothing, of_bytes, of_header, of_json, of_template, of_values
 from tests.campaign.process import Outcome, environment, run_forked
 from tests.campaign.subjects import ON_CPU, PROMPT, Subject, Subjects, clone, generate
 
@@ -62,10 +62,6 @@ class Tally:
         return f"{self.inputs}, {self.answered} answered, {self.refused} refused, {len(self.findings)} findings"
 
 
-def _yaml(value: object) -> bytes:
-    return yaml.safe_dump(value, allow_unicode=False).encode()
-
-
 def _damages(subject: Subject, file: str) -> st.SearchStrategy[Damage]:
     """Damage that suits a file: of its bytes, and of its JSON, YAML or safetensors structure."""
     data = (subject.path / file if subject.path.is_dir() else subject.path).read_bytes()
@@ -73,7 +69,9 @@ def _damages(subject: Subject, file: str) -> st.SearchStrategy[Damage]:
     if file.endswith(".json"):
         found += [of_json(data)] * 4
     if file.endswith((".safetensors", ".kdtr")):
-        found += [of_header(data)] * 2
+        found += [of_header(data), of_header(data), of_values(data), of_values(data)]
+    if file == "tokenizer_config.json":
+        found += [of_template()] * 3
     return st.one_of(st.just(nothing()), *found) if file == "config.json" else st.one_of(*found)
 
 
