@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 #: What a JSON value is replaced by: wrong types, edges of number formats, texts that a shell, C++, a path or a terminal would obey.
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e-300, 1e300,
-    1e999, -1e999, float("nan"), "", " ", "0", "1", "null", "true", "nan", "bfloat16", "float16", "yarn", "sigmoid", "\x00", "\x1b[2J", "a" * 5000,
+    1e999, -1e999, float("nan"), "", " ", "0", "1", "null", "true", "nan", "bfloat16", "float16", "yarn", "sigmoid", "\x00", "\x1b[2J",
+    "a" * 5000,
     "../../etc/passwd",
     "/dev/zero", "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED;",
     '"); system("touch INJECTED"); //', "*/ int x; /*",
