@@ -81,7 +81,11 @@ def open_model(path: Path) -> Model:
     checkpoint = Checkpoint(path)
     checkpoint.validate(spec)
     spec = _with_router_dtype(spec, checkpoint)
-    return Model(spec, CheckpointWeights(checkpoint.__getitem__, str(path)), text=TextFiles.of_folder(path))
+    return Model(spec, _weights_of(checkpoint), text=TextFiles.of_folder(path))
+
+
+def _weights_of(checkpoint: Checkpoint) -> CheckpointWeights:
+    return CheckpointWeights(checkpoint.__getitem__, str(checkpoint.path), lambda key: checkpoint.entry(key).file)
 
 
 def described(path: Path) -> Spec:
@@ -122,7 +126,7 @@ def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Mo
     spec = model.spec.with_draft(draft)
     checkpoint = Checkpoint(path)
     checkpoint.validate(draft)
-    return replace(model, spec=spec, draft_weights=CheckpointWeights(checkpoint.__getitem__, str(path)))
+    return replace(model, spec=spec, draft_weights=_weights_of(checkpoint))
 
 
 def random_model(source: str, layers: int | None = None, seed: int = 0, draft: bool = False) -> Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -10,7 +10,7 @@ import click
 from kdgen.cli.output import emit_json, emit_table, printable, size_text
 from kdgen.errors import KdgenError
 from kdgen.weights.header import Header, read_header
-from kdgen.weights.kdtr import FORMAT, kdtr_metadata
+from kdgen.weights.kdtr import FORMAT, kdtr_metadata, open_kdtr
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,26 @@ class FileReport:
     file_bytes: int
     metadata: dict[str, str]
     tensors: tuple[TensorReport, ...]
+    verified: bool = False  #: every byte is what was written, by the file's checksums; False: nobody looked
 
 
 @click.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE|DIR")
+@click.option("--verify", is_flag=True, help="Read a .kdtr FILE whole, and hold it against its checksums.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.inspect/1).")
-def command(file: Path, as_json: bool) -> None:
-    """Show what a .kdtr or .safetensors FILE holds, or a published model's folder; headers are checked, tensors are not read."""
+def command(file: Path, verify: bool, as_json: bool) -> None:
+    """Show what a .kdtr or .safetensors FILE holds, or a published model's folder; headers are checked, tensors are read with --verify."""
     report = _folder(file) if file.is_dir() else _file(file)
+    if verify:
+        if report.format != "kdtr" or not (opened := open_kdtr(file)).has_checksums:
+            raise KdgenError(f"{file}: has no checksums to hold it against; .kdtr files that `kdgen import` writes now have some")
+        opened.verify()
+        report = replace(report, verified=True)
     if as_json:
         emit_json("kdgen.inspect/1", report)
         return
-    click.echo(f"{printable(report.file)}: {report.format}, {len(report.tensors)} tensors, {size_text(report.file_bytes)}")
+    state = ", as it was written" if verify else ""
+    click.echo(f"{printable(report.file)}: {report.format}, {len(report.tensors)} tensors, {size_text(report.file_bytes)}{state}")
     for key, value in sorted(report.metadata.items()):
         shown = value if len(value) <= 200 else f"{value[:200]}… ({len(value)} characters)"
         click.echo(f"  {printable(key)}: {printable(shown)}")

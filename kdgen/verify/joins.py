@@ -62,7 +62,8 @@ def check_rank_choice(bench: Bench) -> None:
     nothing[:, -1] = True
     values[nothing], ids[nothing] = -np.inf, 2**31 - 1
     damaged = nothing & (bench.rng.random((p.ranks, most)) < 0.5)
-    damaged[bench.rng.integers(p.ranks), most // 2] = True
+    odd = np.arange(1, most, 2)
+    damaged[odd // 2 % p.ranks, odd] = True  # whichever rank it is
     parts = np.stack([values.view(np.int32), np.where(damaged, ~ids, ids)], axis=2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
@@ -182,7 +183,8 @@ def check_peer_argmax(bench: Bench) -> None:
     logits[0, 0], logits[1:, 0] = -0.0, 0.0
     for rank, row in ((RANK, 1), (RANK, 2), (0, 2), (slice(None), most - 1)):
         logits[rank, row] = np.nan
-    logits[bench.rng.integers(p.ranks), most // 2, bench.rng.integers(each)] = -np.inf
+    odd = np.arange(3, most, 2)
+    logits[odd // 2 % p.ranks, odd, bench.rng.integers(each)] = -np.inf
     none = np.asarray(np.isnan(logits).all(axis=2))
     best = np.where(none, 0, np.nanargmax(np.where(none[..., None], 0, logits), axis=2))
     values = np.where(none, -np.inf, np.take_along_axis(logits, best[..., None], axis=2)[..., 0]).astype(np.float32)

@@ -48,8 +48,6 @@ _MAX_SHOWN = 20
 #: Problems after which the rest is not looked at: a config may claim billions of layers.
 _MAX_COUNTED = 10_000
 PREFIX = "language_model."
-#: Tensors whose NaN or infinity would change results and never show in them: INT4 scales, and what is added to choose experts.
-_MUST_BE_FINITE = (".weight_scale", ".e_score_correction_bias")
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
 #: What layers beyond the last decoder layer hold in a multi-token-prediction module and in no decoder layer.
@@ -111,12 +109,6 @@ def _index(file: Path) -> dict[str, str]:
 
 def _inside(name: str) -> bool:
     return bool(PurePosixPath(name).parts) and not re.search(r"[\\:\0]", name) and ".." not in PurePosixPath(name).parts
-
-
-def _finite(values: Array) -> bool:
-    if values.dtype == DTYPES["BF16"]:  # without widening: the exponent of NaN and infinity is all ones
-        return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
-    return bool(np.isfinite(values.astype(np.float32)).all())
 
 
 class Checkpoint(Mapping[str, Array]):
@@ -189,7 +181,7 @@ class Checkpoint(Mapping[str, Array]):
     def __getitem__(self, key: str) -> Array:
         """The tensor as a read-only array mapped from the file (bfloat16 as ml_dtypes'); dropping it unmaps it.
 
-        Raises WeightError for a missing key (so does ``get``) and for a scale or a router's bias that is NaN or infinite.
+        Raises WeightError for a missing key; so does ``get``. Values are checked when they are packed.
         """
         entry = self.entry(key)
         dtype = entry.numpy_dtype
@@ -199,8 +191,6 @@ class Checkpoint(Mapping[str, Array]):
         array = np.ndarray(entry.shape, dtype, raw)
         if not array.flags.aligned:  # a header whose length is no multiple of the item size
             array = array.copy()
-        if key.endswith(_MUST_BE_FINITE) and not _finite(array):
-            raise WeightError(f"{entry.file}: {key} holds values that are NaN or infinite: it is damaged; download it again")
         return array
 
     def __contains__(self, key: object) -> bool:
@@ -216,8 +206,7 @@ class Checkpoint(Mapping[str, Array]):
         """Check every tensor against the spec: there, nothing beside, right shape and type, INT4 shapes as stored.
 
         Raises one WeightError listing everything wrong. Multi-token-prediction layers behind the last decoder layer are allowed,
-        and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for INT4's shapes;
-        scales and routers' biases are checked as they are read.
+        and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for INT4's shapes.
         """
         problems: list[str] = []
         expected: set[str] = set()

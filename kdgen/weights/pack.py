@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kdgen.errors import WeightError
 from kdgen.plan.ir import DType, Part, Plan, Weight
 from kdgen.weights.ahead import in_order
+from kdgen.weights.finite import first_bad_value, first_not_finite
 
 Array = NDArray[np.generic]
 Tensors = Callable[[str], Array]  #: checkpoint key to array
@@ -52,13 +53,17 @@ class PackedWeights(ABC):
 
 
 class CheckpointWeights(PackedWeights):
-    """Checkpoint tensors, packed when they are asked for."""
+    """Checkpoint tensors, packed when they are asked for. ``file_of`` says which file a tensor is in."""
 
-    def __init__(self, tensors: Tensors, where: str = "") -> None:
-        self._tensors, self.where = tensors, where
+    def __init__(self, tensors: Tensors, where: str = "", file_of: Callable[[str], object] | None = None) -> None:
+        self._tensors, self.where, self._file_of = tensors, where, file_of
 
     def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
-        return packed_parts(weight, layer, self._tensors)
+        try:
+            yield from packed_parts(weight, layer, self._tensors)
+        except _NotFiniteError as error:
+            file = f"{self._file_of(error.key)}: " if self._file_of else ""
+            raise WeightError(f"{file}{error}; the file is damaged: download it again") from None
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
@@ -67,14 +72,43 @@ def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
     return np.dtype(names[dtype])  # type: ignore[call-overload, no-any-return]
 
 
+class _NotFiniteError(WeightError):
+    """A checkpoint tensor, ``key``, holds a NaN or an infinity."""
+
+    def __init__(self, key: str, index: tuple[int, ...], value: float, dtype: str | None) -> None:
+        self.key = key
+        what = f"is {value}" if dtype is None else f"is {value}, which is infinite in {dtype}"
+        super().__init__(f"{key}: element {list(index)} {what}")
+
+
 def packed_parts(weight: Weight, layer: int, tensors: Tensors) -> Iterator[Array]:
-    """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long."""
-    if weight.part is not None:
-        tensors = functools.partial(_part, weight.part, tensors)
-    tasks = _tasks(weight, [source.replace("{i}", str(layer)) for source in weight.sources], tensors)
+    """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long.
+
+    Raises WeightError for a value that is NaN or infinite, naming its checkpoint tensor.
+    """
+    part = tensors if weight.part is None else functools.partial(_part, weight.part, tensors)
+    sources = [source.replace("{i}", str(layer)) for source in weight.sources]
+    tasks = (functools.partial(_finite, weight, sources, tensors, place, task) for place, task in enumerate(_tasks(weight, sources, part)))
     if weight.stored_bytes <= _INLINE_BYTES:
         return (task() for task in tasks)
     return in_order(tasks)
+
+
+def _finite(weight: Weight, sources: list[str], tensors: Tensors, place: int, task: Callable[[], Array]) -> Array:
+    """What ``task`` packs, once it is known to hold no NaN and no infinity. INT4 is packed an expert a task."""
+    packed = task()
+    if first_bad_value(weight, 0, packed) is None:
+        return packed
+    one = [f"{source}_scale" if weight.group_size else source for source in sources]
+    experts = [str(place)] if "{e}" in "".join(one) else [""]
+    for key in (source.replace("{e}", expert) for expert in experts for source in one):
+        values = tensors(key)
+        found, dtype = first_not_finite(values), None
+        if found is None:
+            found, dtype = first_not_finite(values.astype(numpy_dtype(weight.dtype))) if not weight.group_size else None, weight.dtype
+        if found is not None:
+            raise _NotFiniteError(key, tuple(map(int, np.unravel_index(found, values.shape))), float(values.flat[found]), dtype)
+    raise WeightError(f"{weight.device_name(0)}: was damaged while it was packed")
 
 
 def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Callable[[], Array]]:

@@ -19,8 +19,9 @@ from kdgen.errors import WeightError
 from kdgen.plan.ir import ITEM_BYTES, Compute, Plan, Weight
 from kdgen.spec import Spec
 from kdgen.tokenizer import TextFiles
+from kdgen.weights.finite import first_bad_value
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr_parts
-from kdgen.weights.pack import LAYOUT_VERSION, PART_BYTES, Array, PackedWeights
+from kdgen.weights.pack import LAYOUT_VERSION, Array, PackedWeights
 
 KIND = "packed"
 
@@ -76,6 +77,8 @@ class PackedFile(PackedWeights):
     def check(self, plan: Plan) -> None:
         """Raises WeightError when the file was packed for other layouts, or its tensors are not those it announces."""
         path = self._file.path
+        if not self._file.has_checksums:
+            raise WeightError(f"{path}: has no checksums (.kdtr format 1), so damage would not show; `kdgen import` the model again")
         if not plan.shard.whole:
             raise WeightError(f"{path}: is packed for one rank; several load the model's published folder")
         expected = json.loads(_layout(plan))
@@ -87,7 +90,16 @@ class PackedFile(PackedWeights):
             raise WeightError(f"{path}: its tensors are not those that its metadata announces; `kdgen import` the model again")
 
     def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
-        return self._file.parts(weight.device_name(layer), PART_BYTES)
+        name = weight.device_name(layer)
+
+        def need_finite(start: int, part: Array) -> None:
+            found = first_bad_value(weight, start, part)
+            if found is not None:
+                place = f"byte {start + found}" if weight.layout.startswith("int4") else f"element {start // part.itemsize + found}"
+                what = f"{place} of tensor {name} begins a value that is NaN or infinite"
+                raise WeightError(f"{self._file.path}: {what}; `kdgen import` the model again")
+
+        return self._file.parts(name, need_finite)
 
 
 def _device_tensors(plan: Plan) -> Iterator[tuple[Weight, int]]:

@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,23 @@ class Announced:
     nbytes: int
 
 
-def write_stream(path: Path, tensors: Sequence[Announced], pieces: Iterable[tuple[str, NDArray[Any]]], metadata: Mapping[str, str]) -> None:
+def write_stream(
+    path: Path,
+    tensors: Sequence[Announced],
+    pieces: Iterable[tuple[str, NDArray[Any]]],
+    metadata: Mapping[str, str],
+    late: Callable[[], Mapping[str, str]] | None = None,
+) -> None:
     """Write a safetensors file. ``pieces`` are (tensor's name, its next elements), in the order of ``tensors``.
 
-    Raises WeightError when a name is taken twice, when a tensor's pieces are fewer or more than its bytes, when there is no room
-    for the file or it cannot be written.
+    ``late`` gives the rest of the metadata, which is known once all pieces are there: it is called before them, too, and must give texts
+    of the same lengths then. Raises WeightError when a name is taken twice, when a tensor's pieces are fewer or more than its bytes, when
+    there is no room for the file or it cannot be written.
     """
     for name, count in Counter(["__metadata__", *(tensor.name for tensor in tensors)]).items():
         if count > 1:
             raise WeightError(f"{path}: tensor name {name!r} is taken twice")
-    header = _header(tensors, metadata)
+    header = _header(tensors, {**metadata, **(late() if late else {})})
     temporary = temporary_beside(path)
     try:
         _need_room(path, len(header) + sum(tensor.nbytes for tensor in tensors))
@@ -67,6 +74,12 @@ def write_stream(path: Path, tensors: Sequence[Announced], pieces: Iterable[tupl
             short = current.name if left else next((tensor.name for tensor in waiting if tensor.nbytes), None)
             if short is not None:
                 raise WeightError(f"{path}: tensor {short!r} is missing or incomplete")
+            if late:
+                final = _header(tensors, {**metadata, **late()})
+                if len(final) != len(header):
+                    raise ValueError("metadata has changed its length while the file was written")
+                file.seek(0)
+                file.write(final)
             file.flush()
             os.fsync(file.fileno())  # a full disk may show only here
         temporary.replace(path)

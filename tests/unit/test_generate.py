@@ -381,7 +381,7 @@ def wrong_type(tensors: dict[str, NDArray[Any]]) -> None:
         (edit_tensors(lambda t: t.update(extra=np.zeros(2, np.float32))), "tensor extra [2] is not part of this model"),
         (edit_tensors(wrong_shape), "model.norm.weight has shape [63], the config says [64]"),
         (edit_tensors(wrong_type), "lm_head.weight is stored as F16, expected BF16"),
-        (edit_tensors(nan_scale), "experts.0.up_proj.weight_scale holds values that are NaN or infinite"),
+        (edit_tensors(nan_scale), "experts.0.up_proj.weight_scale: element [0, 0] is nan"),
     ],
 )
 def test_damaged_models(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Weight
 from kdgen.spec import Quantization, load_spec
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr
-from kdgen.weights.pack import packed_parts
+from kdgen.weights.pack import CheckpointWeights, packed_parts
 from kdgen.weights.packed import PackedFile
 from kdgen.weights.random import random_weights
 
@@ -116,13 +117,77 @@ def test_damage_writes_nothing(tmp_path: Path) -> None:
     tensors[key] = tensors[key].copy()
     tensors[key][0, 0] = np.inf
     folder, out = write_model(tmp_path / "model", INT4, tensors), tmp_path / "model.kdtr"
-    assert f"{key} holds values that are NaN or infinite" in refused("import", str(folder), str(out))
+    said = refused("import", str(folder), str(out))
+    assert f"{folder}/model.safetensors: {key}: element [0, 0] is inf; the file is damaged: download it again" in said
     del tensors[key]
     write_model(folder, INT4, tensors)
     assert f"tensor {key} [64, 4] is missing" in refused("import", str(folder), str(out))
     os.truncate(folder / "model.safetensors", 5000)
     assert "model.safetensors: not a safetensors file, or cut off" in refused("import", str(folder), str(out))
     assert left_over(tmp_path) == set()
+
+
+def flip(file: Path, byte: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        value = stream.read(1)[0]
+        stream.seek(byte)
+        stream.write(bytes([value ^ 1]))
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_a_flipped_bit_is_refused(tmp_path: Path, folder: Path, compute: Compute) -> None:
+    out = tmp_path / "model.kdtr"
+    assert kdgen("import", str(folder), str(out), "--dtype", compute).exit_code == 0
+    whole = out.read_bytes()
+    kdgen("import", str(folder), str(out), "--dtype", compute, "--force")
+    assert out.read_bytes() == whole, "a second run writes the same bytes"
+    assert ", as it was written\n" in kdgen("inspect", "--verify", str(out)).stdout
+    assert json.loads(kdgen("inspect", "--verify", "--json", str(out)).stdout)["verified"] is True
+    place = next(each for each in open_kdtr(out).header.tensors if each.name == "layers.1.experts_down")
+    flip(out, place.begin + 5)
+    said = f"{out}: bytes 0 to {place.nbytes - 1} of tensor layers.1.experts_down are not those that were written: the file is damaged"
+    assert said in refused("inspect", "--verify", str(out))
+    assert said in refused("generate", "--model", str(out), "--prompt-ids", "1", "--backend", "cpu")
+    assert kdgen("inspect", str(out)).exit_code == 0
+    out.write_bytes(whole)
+    flip(out, whole.index(b"rms_norm_eps") + 18)
+    assert f"{out}: its header is not what was written" in refused("inspect", str(out))
+    assert "has no checksums to hold it against" in refused("inspect", "--verify", str(folder / "model-00001-of-00002.safetensors"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_a_value_that_is_not_finite_is_named_wherever_it_is(tmp_path: Path, family: str, compute: Compute) -> None:
+    """In a published folder by its tensor and place, in each kind of tensor that holds floats; in a .kdtr whose checksums say that it was
+    written so, by the device's tensor."""
+    spec = FAMILIES[family]
+    plan, whole, out = build_plan(spec, compute), dict(random_weights(spec, 5)), tmp_path / "x.kdtr"
+    floats = [key for key, values in whole.items() if values.dtype.kind not in "iu"]
+    kinds = {re.sub(r"[0-9]+", "0", key): key for key in floats}  # the last of each kind
+    assert len(kinds) > 15
+    for number, key in enumerate(kinds.values()):
+        values = whole[key].copy()
+        place = np.unravel_index(values.size * 2 // 3, values.shape)
+        values[place] = (np.nan, np.inf, -np.inf)[number % 3]
+        packed = CheckpointWeights({**whole, key: values}.__getitem__, "model", lambda key: f"file of {key}")
+        index = re.escape(str(list(map(int, place))))
+        with pytest.raises(WeightError, match=rf"^file of {key}: {key}: element {index} is (nan|inf|-inf); the file is damaged"):
+            for weight in plan.weights:
+                for layer in range(*weight.layers) if weight.layers else (0,):
+                    for _ in packed.parts(weight, layer):
+                        pass
+    for weight in plan.weights:
+        layer = weight.layers[1] - 1 if weight.layers else 0
+        parts = np.concatenate(list(packed_parts(weight, layer, whole.__getitem__)))
+        scales = weight.group_size and (parts.size // 576 * 576 - 2 if weight.layout == "int4_mma_a" else parts.size - 2)
+        (parts[scales : scales + 2].view(np.uint16) if weight.group_size else parts)[-1] = 0x7F80 if weight.group_size else np.nan
+        metadata = KdtrMetadata("packed", json.dumps(spec.model_dump(mode="json")), json.dumps({"compute": compute}))
+        write_kdtr(out, [TensorInfo(weight.device_name(layer), weight.dtype, parts.shape)], [(weight.device_name(layer), parts)], metadata)
+        with pytest.raises(
+            WeightError, match=rf"x\.kdtr: (byte|element) [0-9]+ of tensor {weight.device_name(layer)} begins a value that is"
+        ):
+            list(PackedFile(out).parts(weight, layer))
 
 
 def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

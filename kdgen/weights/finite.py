@@ -1,0 +1,78 @@
+"""Weights that are NaN or infinite: looked for once, as weights are read, because most of them would change tokens and show nowhere.
+
+The search reads bits: NaN and infinity are the numbers whose exponent is all ones, so the largest integer that the bits make, read as
+signed and as unsigned, says whether there is one, without a temporary. It runs at the speed of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.plan.ir import Weight
+
+Array = NDArray[Any]
+
+_CHUNK_VALUES = 2**16  #: what stays in a core's cache between the two looks at it
+_TILE_BYTES, _TILE_SCALES = 576, 512  #: a tile of int4_mma_a, and where its scales begin
+
+
+def first_not_finite(values: Array) -> int | None:
+    """The flat index of the first element that is NaN or infinite. Integers have none; float8 is widened."""
+    bits = values.dtype.itemsize
+    if values.dtype.kind in "iub":
+        return None
+    if bits not in (2, 4, 8):
+        return _first(~np.isfinite(values.astype(np.float32)).reshape(-1))
+    signed, unsigned = np.dtype(f"<i{bits}"), np.dtype(f"<u{bits}")
+    infinity = int(np.asarray(np.inf, values.dtype).view(unsigned))
+    negative = infinity | 1 << (8 * bits - 1)
+    at = 0
+    for part in _chunks(values):
+        if part.view(signed).max() >= infinity or part.view(unsigned).max() >= negative:
+            found = _first(~np.isfinite(part.astype(np.float32) if bits == 2 else part).reshape(-1))
+            return None if found is None else at + found
+        at += part.size
+    return None
+
+
+def first_bad_value(weight: Weight, start: int, part: Array) -> int | None:
+    """The same of a flat ``part`` of a packed tensor, from its byte ``start`` on, as an index into the part.
+
+    INT4 is bytes there, among which only the scales can be NaN or infinite: the index is then one of a byte. A part begins with a whole
+    tile of int4_mma_a.
+    """
+    if not weight.layout.startswith("int4"):
+        return first_not_finite(part)
+    if weight.layout == "int4_mma_a":
+        tiles = part.reshape(-1, _TILE_BYTES)
+        found = first_not_finite(tiles[:, _TILE_SCALES:].view(ml_dtypes.bfloat16))
+        return None if found is None else found // 32 * _TILE_BYTES + _TILE_SCALES + found % 32 * 2
+    batch, rows, cols = weight.logical
+    expert, words = weight.stored_bytes // batch, rows * cols // 2  # an expert's words, then its scales
+    for at in range(start // expert * expert, start + part.nbytes, expert):
+        begin, end = max(at + words - start, 0), min(at + expert - start, part.nbytes)
+        found = first_not_finite(part[begin:end].view(ml_dtypes.bfloat16)) if begin < end else None
+        if found is not None:
+            return begin + 2 * found
+    return None
+
+
+def _chunks(values: Array) -> Iterator[Array]:
+    """``values`` in their order, in pieces that stay in a core's cache; views where that is possible."""
+    if values.ndim == 0 or values.flags.c_contiguous:
+        flat = values.reshape(-1)
+        yield from (flat[at : at + _CHUNK_VALUES] for at in range(0, len(flat), _CHUNK_VALUES))
+        return
+    if not values.size:
+        return
+    step = max(1, _CHUNK_VALUES * len(values) // values.size)
+    yield from (values[at : at + step] for at in range(0, len(values), step))
+
+
+def _first(bad: NDArray[np.bool_]) -> int | None:
+    return int(bad.argmax()) if bad.any() else None
