@@ -90,8 +90,8 @@ class Kdtr:
     def parts(self, name: str, look: Callable[[int, npt.NDArray[np.generic]], None] = _nothing) -> Iterator[npt.NDArray[np.generic]]:
         """The tensor called ``name`` in flat pieces of at most ``PIECE_BYTES``, read and checked on a few threads.
 
-        ``look`` is called there with blocks of each piece, and where they begin in the tensor, and may refuse them. Raises WeightError when there
-        is no such tensor, the file cannot be read or has become shorter, or a piece is not what was written.
+        ``look`` is called there with blocks of each piece, and where they begin in the tensor, and may refuse them. Raises WeightError
+        when there is no such tensor, the file cannot be read or has become shorter, or a piece is not what was written.
         """
         entry = self._entry(name)
         read = functools.partial(self._piece, entry, _numpy_dtypes()[_dtype(self.path, entry)], look)
