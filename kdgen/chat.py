@@ -1,26 +1,139 @@
 """Chat: messages to the text of a prompt, by the Jinja template that a model is published with.
 
-A template is somebody else's program. It runs in Jinja's sandbox, where it reaches neither files nor Python's internals, and can change
-nothing that it is given.
+A template is somebody else's program. It runs in Jinja's sandbox, where it reaches neither files nor Python's internals, in a process of
+its own with limits of time, memory and output (``chat_worker.py``): whatever it does ends in one message.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from kdgen.chat_worker import MEMORY_BYTES, MOST_CHARACTERS
 from kdgen.errors import KdgenError
 from kdgen.tokenizer import TextFiles, special_token
 
 Message = Mapping[str, str]  #: with role (system, user, assistant) and content
+
+#: After so long by the clock a rendering is given up, however little of it was its own CPU time.
+_WALL_SECONDS = 60.0
+#: A line of an answer: every character may be an escape of 12 (a pair of surrogates).
+_MOST_ANSWER = 12 * MOST_CHARACTERS + 2**16
+
+
+class TemplateError(KdgenError):
+    """A template is wrong, refuses what it was given, or needs more than its limits. The message does not say which file it is in."""
+
+
+class ChatRenderer:
+    """Renders chat templates in a process that is started with the first one and, where a template has ended it, started again.
+
+    A rendering may take ``cpu_seconds``; published templates take milliseconds. May be used by several threads; one rendering runs at a
+    time. ``close``, or the end of a ``with`` block, ends the process.
+    """
+
+    def __init__(self, cpu_seconds: float = 5.0) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """The text that ``template`` makes of ``variables``, which JSON can hold. Raises TemplateError."""
+        request = json.dumps({"template": template, "variables": dict(variables)}).encode() + b"\n"
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None and process.poll() is not None:
+                _end(process)
+                process = None
+            process = process or self._start()
+            late = threading.Event()
+            timer = threading.Timer(_WALL_SECONDS, _give_up, (process, late))
+            timer.start()
+            answer: Mapping[str, Any] | None = None
+            try:
+                assert process.stdin is not None and process.stdout is not None
+                with contextlib.suppress(BrokenPipeError):  # it has ended; how, its exit code says
+                    process.stdin.write(request)
+                    process.stdin.flush()
+                line = process.stdout.readline(_MOST_ANSWER)
+                answer = json.loads(line) if line.endswith(b"\n") else None
+            finally:
+                timer.cancel()
+                if answer is not None and answer.get("problem") != "memory":
+                    self._process = process
+                else:
+                    _end(process)
+        if answer is None:
+            raise TemplateError(self._why_it_ended(process.returncode, late.is_set()))
+        return _text(answer)
+
+    def close(self) -> None:
+        """End the process; another rendering starts another one."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                _end(process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # It finds what this process finds. The folder it runs in is on its path, too, so it must hold no modules.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
+        command = [sys.executable, "-c", "from kdgen.chat_worker import main; main()", str(self._cpu_seconds)]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=os.sep, env=environment)
+        except OSError as error:
+            raise KdgenError(f"the process for chat templates does not start: {error}") from None
+
+    def _why_it_ended(self, code: int, late: bool) -> str:
+        if late:
+            return f"the chat template was not done after {_WALL_SECONDS:.0f} s"
+        if code == -getattr(signal, "SIGPROF", 0):
+            return f"the chat template runs for more than {self._cpu_seconds:.0f} s"
+        return f"the chat template ended the process in which it ran (exit code {code})"
+
+    def __enter__(self) -> ChatRenderer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    process.kill()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its pipes closed, and nothing of it left."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+def _text(answer: Mapping[str, Any]) -> str:
+    match answer.get("problem"):
+        case None:
+            return str(answer["text"])
+        case "syntax":
+            raise TemplateError(f"line {answer['line']} of the chat template: {answer['message']}")
+        case "memory":
+            raise TemplateError(f"the chat template needs more than {MEMORY_BYTES // 2**20} MiB of memory")
+        case "length":
+            raise TemplateError(f"the chat template gives a text of more than {MOST_CHARACTERS} characters")
+        case _:
+            raise TemplateError(f"the chat template refuses these messages: {answer['message']}")
 
 
 def messages_of(prompt: str, system: str | None) -> list[Message]:
@@ -29,26 +142,23 @@ def messages_of(prompt: str, system: str | None) -> list[Message]:
     return [*first, {"role": "user", "content": prompt}]
 
 
-def render_chat(files: TextFiles, messages: Sequence[Message]) -> str:
-    """The prompt that lets the assistant speak next, special tokens written out.
+def render_chat(files: TextFiles, messages: Sequence[Message], renderer: ChatRenderer | None = None) -> str:
+    """The prompt that lets the assistant speak next, special tokens written out; by ``renderer``, or one for this call alone.
 
-    Raises KdgenError when the model has no template, or it fails, reaches for what the sandbox forbids, or refuses the messages.
+    Raises KdgenError when the model has no template, or it fails, reaches for what the sandbox forbids, refuses the messages, or needs more
+    time, memory or room than a template may.
     """
     where, template = _template(files)
     config = files.table("tokenizer_config.json")
     tokens = {key: text for key in config if key.endswith("_token") and (text := special_token(config, key)) is not None}
+    variables = {**tokens, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        compiled = _environment().from_string(template)
-        text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens)
-        text.encode()  # half a character, as an escape may name one, is no text
-        return text
-    except jinja2.TemplateSyntaxError as error:
-        raise KdgenError(f"{where}: line {error.lineno} of the chat template: {error.message}") from None
-    except (
-        jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
-        SyntaxError,  # of what Jinja makes of a break outside a loop
-    ) as error:  # fmt: skip
-        raise KdgenError(f"{where}: the chat template refuses these messages: {error}") from None
+        if renderer is not None:
+            return renderer.render(template, variables)
+        with ChatRenderer() as own:
+            return own.render(template, variables)
+    except TemplateError as error:
+        raise KdgenError(f"{where}: {error}") from None
 
 
 def _template(files: TextFiles) -> tuple[str, str]:
@@ -62,37 +172,3 @@ def _template(files: TextFiles) -> tuple[str, str]:
     if not isinstance(found, str):
         raise KdgenError(f"{files.where}: has no chat template, in chat_template.jinja or tokenizer_config.json: leave out --chat")
     return where, found
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it is but its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja has it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates are written for: transformers' settings, filter and functions."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes HTML, which is no business of a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
