@@ -91,14 +91,19 @@ class TensorGroup:
 
 
 def show(value: object) -> str:
-    """A value for a message: printable, one line, at most 60 characters."""
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
+    """A value for a message: printable, one line, at most 60 characters, however large it is."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    try:
+        text = ascii(value[:100] if isinstance(value, (str, bytes, list)) else value)
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        return "something with a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def show_key(key: object) -> str:
     """A key for a message: as it is, unless it would do something to a terminal."""
-    return key if isinstance(key, str) and key.isprintable() and len(key) <= 200 else show(key)
+    return key if isinstance(key, str) and len(key) <= 200 and key.isprintable() else show(key)
 
 
 def findings(details: Sequence[ErrorDetails], file: str, top: type[Frozen], nested: Mapping[str, type[Frozen]]) -> list[Finding]:

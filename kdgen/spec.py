@@ -6,6 +6,7 @@ model's ``config.json``; both refuse a file with everything that is wrong with i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from kdgen.draft_spec import DraftSpec, target_contradictions
 from kdgen.errors import Finding, SpecError
 from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show, show_key, yarn_mscale
+from kdgen.inputs import read_input
 from kdgen.resources import specs_dir
 
 #: RMSNorm inside the query and key-value projections: the modelling code leaves it at its default, whatever ``rms_norm_eps`` says.
@@ -371,14 +373,12 @@ def read_text(path: Path, limit: int) -> str:
     if path.suffix in (".kdtr", ".safetensors"):
         raise _refuse(file, "holds weights, and a description is wanted: a config.json or a spec; `kdgen inspect` shows what it holds")
     try:
-        if path.is_dir():
-            raise _refuse(file, "is a folder, not a file")
-        with path.open("rb") as stream:
-            data = stream.read(limit + 1)
+        data = read_input(path, limit)
+    except IsADirectoryError:
+        raise _refuse(file, "is a folder, not a file") from None
     except OSError as error:
-        raise _refuse(file, f"cannot be read: {error.strerror or error}") from None
-    if len(data) > limit:
-        raise _refuse(file, f"is larger than {limit} bytes, so it is no model description")
+        what = ", so it is no model description" if error.errno == errno.EFBIG else ""
+        raise _refuse(file, f"cannot be read: {error.strerror or error}{what}") from None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from kdgen.errors import KdgenError
 from kdgen.fields import show
+from kdgen.inputs import read_input
 
 #: The files of a published model that text needs; all are optional.
 NAMES = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -47,7 +48,7 @@ class TextFiles:
         for name in NAMES:
             try:
                 if (folder / name).exists():
-                    found[name] = (folder / name).read_bytes()
+                    found[name] = read_input(folder / name)
             except OSError as error:
                 raise KdgenError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
         return cls(str(folder), found)

@@ -6,7 +6,6 @@ size streams through the memory of its largest tensor.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.errors import WeightError
-from kdgen.fields import TensorGroup
+from kdgen.fields import TensorGroup, show_key
+from kdgen.inputs import parse_json, read_input
 from kdgen.spec import Spec
 from kdgen.weights.header import read_header
 
@@ -93,7 +93,8 @@ def entries_of(file: Path) -> dict[str, Entry]:
 def _index(file: Path) -> dict[str, str]:
     """``weight_map`` of an index file: tensor name to shard name. Raises WeightError when damaged or pointing outside its folder."""
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        found = parse_json(read_input(file))
+        weight_map: Any = found["weight_map"] if isinstance(found, dict) else None
         fine = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     except OSError as error:
         raise WeightError(f"{file}: cannot be read: {error.strerror or error}") from None
@@ -103,7 +104,7 @@ def _index(file: Path) -> dict[str, str]:
         raise WeightError(f"{file}: is no index: it must hold a weight_map from tensor names to file names")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if PurePosixPath(name).is_absolute() or not _inside(name)]
-    _raise(f"{file}: points outside its folder: {name!r}" for name in outside)
+    _raise(f"{file}: points outside its folder: {show_key(name)!r}" for name in outside)
     return dict(weight_map)
 
 

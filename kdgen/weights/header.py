@@ -6,16 +6,20 @@ then the tensors one after another without gaps. What breaks a rule of that is r
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kdgen.errors import WeightError
+from kdgen.fields import show, show_key
+from kdgen.inputs import open_input, parse_json
 
 #: safetensors' own limit
 _MAX_HEADER = 100_000_000
+#: Characters of a tensor's name, dimensions, and each dimension's size: generous ones. A product of such is quickly made.
+_MAX_NAME, _MAX_DIMENSIONS, _MAX_SIZE = 1000, 32, 2**63 - 1
 _BITS: Mapping[str, int] = {
     name: bits
     for bits, names in {
@@ -61,8 +65,8 @@ def read_header(path: Path) -> Header:
     Raises WeightError when the file cannot be read, is damaged or truncated, or is no safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            file_bytes = path.stat().st_size
+        with open_input(path) as file:
+            file_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if file_bytes < 10 or length > min(_MAX_HEADER, file_bytes - 8):
                 raise WeightError(f"{path}: not a safetensors file, or cut off in its header")
@@ -70,7 +74,7 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise WeightError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        content = json.loads(text.decode(), object_pairs_hook=_without_doubles)
+        content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise WeightError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(content, dict):
@@ -91,24 +95,21 @@ def read_header(path: Path) -> Header:
 
 
 def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
-    def numbers(key: str) -> list[int]:
+    shown = show_key(name)
+    if len(name) > _MAX_NAME:
+        raise WeightError(f"{path}: damaged header: a tensor's name has {len(name)} characters: {shown}")
+
+    def numbers(key: str, most: int) -> list[int]:
         found = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found):
-            raise WeightError(f"{path}: damaged header: {key!r} of tensor {name!r}")
+        if not isinstance(found, list) or len(found) > most or not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in found):
+            raise WeightError(f"{path}: damaged header: {key!r} of tensor {shown!r} is {show(found)}")
         return found
 
-    shape, offsets = numbers("shape"), numbers("data_offsets")
+    shape, offsets = numbers("shape", _MAX_DIMENSIONS), numbers("data_offsets", 2)
     dtype = value.get("dtype") if isinstance(value, dict) else None
     bits = _BITS.get(dtype) if isinstance(dtype, str) else None
     if not isinstance(dtype, str) or bits is None:
-        raise WeightError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}")
+        raise WeightError(f"{path}: tensor {shown!r} has unknown dtype {show(dtype)}")
     if len(offsets) != 2 or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * bits:
-        raise WeightError(f"{path}: damaged header: the size of tensor {name!r} does not fit its shape {shape} of {dtype}")
+        raise WeightError(f"{path}: damaged header: the size of tensor {shown!r} does not fit its shape {show(shape)} of {dtype}")
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key appears twice")
-    return table

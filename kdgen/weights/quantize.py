@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kdgen.config import WRAPPERS, load_config, published_quantization
 from kdgen.errors import KdgenError, WeightError
-from kdgen.spec import Quantization, Spec
+from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, entries_of
 from kdgen.weights.stream import Announced, temporary_beside, write_stream
@@ -112,7 +112,7 @@ def _check(spec: Spec, out: Path) -> None:
 
 
 def _config(source: Path, spec: Spec) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values: dict[str, Any] = json.loads(read_text(source / "config.json", MAX_JSON_BYTES))
     text = values["text_config"] if values["model_type"] in WRAPPERS else values
     text["quantization_config"] = published_quantization(QUANTIZATION)
     return values

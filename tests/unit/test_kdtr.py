@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -174,6 +176,16 @@ ONE = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
         (with_header(b'{"a": 3}'), "'shape' of tensor 'a'"),
         (with_header(ONE.replace(b"[2]", b"[-2]"), bytes(8)), "'shape' of tensor 'a'"),
         (with_header(ONE.replace(b"[2]", b"[true]"), bytes(8)), "'shape' of tensor 'a'"),
+        (with_header(ONE.replace(b"[2]", b"[2.0]"), bytes(8)), "'shape' of tensor 'a'"),
+        (with_header(ONE.replace(b"[2]", b"[1e999]"), bytes(8)), "'shape' of tensor 'a' is .inf."),
+        (
+            with_header(ONE.replace(b"[2]", b"[%s]" % (b"7" * 4300)), bytes(8)),
+            r"'shape' of tensor 'a' is \[77777777777777",
+        ),
+        (with_header(ONE.replace(b"[2]", b"[%s]" % (b"7" * 5000)), bytes(8)), "header is not JSON .Exceeds the limit"),
+        (with_header(ONE.replace(b"[2]", b"[9223372036854775808]"), bytes(8)), "'shape' of tensor 'a' is .9223372036854775808."),
+        (with_header(ONE.replace(b"[2]", b"[%s1]" % (b"1," * 40)), bytes(8)), "'shape' of tensor 'a' is .1, 1, "),
+        (with_header(ONE.replace(b'"a"', b'"%s"' % (b"a" * 1001)), bytes(8)), "a tensor's name has 1001 characters: 'aaa"),
         (with_header(ONE.replace(b"F32", b"F99"), bytes(8)), "unknown dtype 'F99'"),
         (with_header(ONE.replace(b'"F32"', b"[]"), bytes(8)), "unknown dtype"),
         (with_header(ONE.replace(b"[2]", b"[3]"), bytes(8)), "does not fit its shape"),
@@ -201,7 +213,32 @@ def test_damaged_and_foreign_files(tmp_path: Path, content: bytes, reason: str) 
     path.write_bytes(content)
     with pytest.raises(WeightError, match=reason) as caught:
         open_kdtr(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{" + b",".join(b'"%d":0' % i for i in range(3_000_000)) + b"}", "it has more than 5000000 values"),
+        (ONE.replace(b'"a"', b'"%s"' % (b"a" * 90_000_000)), "a tensor's name has 90000000 characters: 'aaa"),
+        (ONE.replace(b"F32", b"a" * 20_000_000), "has unknown dtype 'aaa"),
+        (ONE.replace(b"[2]", b"[%s1]" % ((b"9" * 4299 + b",") * 3000)), "'shape' of tensor 'a'"),
+        (
+            b"{" + b",".join(b'"%d"' % i + ONE[4:-1].replace(b"[2]", b"[%s1]" % (b"9999999999," * 20)) for i in range(9999)) + b"}",
+            "does not fit its shape",
+        ),
+    ],
+    ids=["entries", "name", "dtype", "integers", "products"],
+)
+def test_large_headers_are_refused_soon(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(with_header(content, bytes(8)))
+    del content
+    began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WeightError, match=reason) as caught:
+        read_header(path)
+    assert time.process_time() - began < 3 and len(str(caught.value)) < len(str(path)) + 300
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**20, "KiB"
 
 
 def test_missing_files_and_directories(tmp_path: Path) -> None:

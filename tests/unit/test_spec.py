@@ -258,7 +258,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"name: \xff\n")
     assert "a.yaml: file: is not UTF-8 text (byte 6)" in message(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_bytes(b"#" * (MAX_YAML_BYTES + 1))
-    assert "larger than" in message(tmp_path / "b.yaml")
+    assert "cannot be read: it is larger than 65536 bytes, so it is no model description" in message(tmp_path / "b.yaml")
     (tmp_path / "c.yaml").write_bytes(b" \n")
     assert "is empty" in message(tmp_path / "c.yaml")
     (tmp_path / "d.yaml").write_text(TINY + "bad: 1\n")

@@ -1,0 +1,56 @@
+"""Files that are read: regular files of bounded size.
+
+A pipe as ``config.json`` would make a command wait for ever, and a device would never end. Every reader of an input file opens it here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+#: Of a file that is parsed whole.
+MAX_TEXT_BYTES = 2**27
+#: Commas and colons of JSON, of which every value but the first has one in front of it: parsing takes a second and a gigabyte at most.
+_MAX_VALUES = 5_000_000
+
+
+def open_input(path: Path) -> BinaryIO:
+    """``path``, opened for reading without buffering. Raises OSError, with a reason as its ``strerror``, unless it is a regular file."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_input(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
+    """The bytes of ``path``. Raises OSError, with a reason as its ``strerror``, unless it is a regular file of at most ``limit`` bytes."""
+    with open_input(path) as file:
+        found = bytearray()
+        while part := file.read(min(2**24, limit + 1 - len(found))):
+            found += part
+            if len(found) > limit:
+                raise OSError(errno.EFBIG, f"it is larger than {limit} bytes", str(path))
+        return bytes(found)
+
+
+def parse_json(data: bytes) -> object:
+    """JSON in UTF-8. Raises ValueError (or RecursionError) when it is none, gives a key twice or has millions of values."""
+    if data.count(b",") + data.count(b":") > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
+    return json.loads(data.decode(), object_pairs_hook=_without_doubles)
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key appears twice")
+    return table
