@@ -293,6 +293,7 @@ def check_row_groups(bench: Bench) -> None:
 
 #: Splits that are more than a kernel makes weights for at a time, and than it looks ahead for the largest of.
 SPLITS, MANY_SPLITS = 68, 170
+FEW_SPLITS = 4  #: of rows in company, where a kernel makes as many weights at a time as its block has threads
 
 
 @dataclass(frozen=True)
@@ -351,9 +352,9 @@ def check_combine(bench: Bench) -> None:
     wgmma = bench.kernel.template != "mla_combine.cu.j2"
     twin = bench.decode_twin
     heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
-    parts = drawn_parts(bench, wgmma, most, SPLITS if wgmma else 4)
+    parts = drawn_parts(bench, wgmma, most, SPLITS if wgmma else FEW_SPLITS)
 
-    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None, parts: Parts = parts) -> dict[str, Array]:
         count = len(rows)
         output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
         inputs = [bench.input(array) for array in parts.inputs(rows, wgmma)]
@@ -368,6 +369,13 @@ def check_combine(bench: Bench) -> None:
 
     expected, error = parts.joined(heads, wgmma)
     check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})
+    if not wgmma:  # more splits than weights are made for at a time, the last of which outweighs the others
+        long = drawn_parts(bench, wgmma, 2, p.block + FEW_SPLITS)
+        for row in range(2):
+            long.maxima[row, long.live[row].sum() - 1] += 32
+        expected, error = long.joined(heads, wgmma)
+        got = run(np.arange(2), parts=long)["output"]
+        bench.findings.close("output of many splits", got, expected, error + tolerances.stored(expected, bench.act))
     if twin:
         every = np.arange(most)
         bench.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.trees import CROWD, crowded_steps
 
 Array = NDArray[Any]
 
@@ -81,10 +82,10 @@ def check_context(bench: Bench) -> None:
 @for_template(CHECKS, ["draft_block.cu.j2"])
 def check_block(bench: Bench) -> None:
     """Blocks of different sizes, and places without one."""
-    for step in _steps(bench):
+    for step in crowded_steps(bench):
         sizes = bench.rng.choice([0, 2, 3, 8, 16], len(step))
         sizes[-1] = 5
-        lengths, roots = bench.rng.integers(0, 99, SEQUENCES).astype(np.int32), bench.rng.integers(0, 99, SEQUENCES).astype(np.int32)
+        lengths, roots = bench.rng.integers(0, 99, (2, CROWD)).astype(np.int32)
         begins, rows = np.cumsum([0, *sizes], dtype=np.int32), int(sizes.sum())
         number, outputs = bench.poisoned("i32", 1), [bench.poisoned("i32", guard(rows)) for _ in range(4)]
         bench.launch(bench.integer(len(step)), *(bench.input(values) for values in (step, begins, lengths, roots)), number, *outputs)

@@ -136,7 +136,7 @@ class _Lists:
 @for_template(CHECKS, ["moe_sort.cu.j2"])
 def check_moe_sort(bench: Bench) -> None:
     p = bench.p
-    for count in bench.tokens:
+    for count in (*bench.tokens, 1024 // p.top_k + 2):  # more assignments than a thread each, and than fit one tile of them
         uniform = np.argsort(bench.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
         same = np.broadcast_to(np.arange(p.experts - p.top_k, p.experts, dtype=np.int32)[::-1], (count, p.top_k))
         for topk in (uniform, _random_topk(bench, count, p.experts, p.top_k), np.ascontiguousarray(same)):

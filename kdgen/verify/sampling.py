@@ -12,6 +12,7 @@ from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard,
 CHECKS: Registry = {}
 #: Relative rounding of a float32 sum over the vocabulary, and absolute rounding of logf and of scores up to a hundred.
 SLACK, SCORE_ERROR = 1e-4, 1e-4
+PLANTED = 48  #: tokens of a row that can be drawn at all
 CHOICES = (
     GREEDY,
     Sampling(1.0, seed=1),
@@ -31,6 +32,8 @@ def check_sample(bench: Bench) -> None:
     logits[1::3] = np.round(logits[1::3])  # ties at every threshold
     lowered = -np.floor(np.abs(logits[2::6]))
     logits[2::6] = np.where(lowered == 0, np.copysign(np.float32(0), logits[2::6]), lowered)  # the largest are zeros of both signs
+    for row in range(3, most, 4):
+        _plant(bench, logits[row], equal=row % 8 == 3)
     sequence = (np.arange(most) % len(CHOICES)).astype(np.int32)
     position = bench.rng.integers(0, 1000, most).astype(np.int32)
     greedy = logits.argmax(axis=1).astype(np.int32)
@@ -59,6 +62,16 @@ def check_sample(bench: Bench) -> None:
 
     base = run(np.arange(most))["next_token"]
     check_rows(bench, run, {"next_token": (base, np.zeros(1))})
+
+
+def _plant(bench: Bench, logits: NDArray[np.float32], equal: bool) -> None:
+    """Leaves a row of few tokens that can be drawn, in places all over it: a thread that skips some of its tokens loses some of them, or
+    counts too few for a filter. ``equal``: all are as probable, so that top-k keeps the lowest of them.
+    """
+    places = bench.rng.permutation(len(logits))[:PLANTED]
+    places[:2] = 0, len(logits) - 1
+    logits[:] = -60
+    logits[places] = 0 if equal else -0.02 * np.arange(len(places))
 
 
 def may_draw(logits: NDArray[np.float32], choice: Sampling, position: int, token: int) -> bool:

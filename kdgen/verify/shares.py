@@ -83,6 +83,7 @@ def check_attention_shares(bench: Bench) -> None:
         # one block is left over, which cannot visit all rows
         most = np.full(blocks - 1, p.splits.begin(p.splits.of(1 << 15)) + 1)
         _check_shares(bench, np.arange(len(most)), most, most + 1)
+        _check_full_visits(bench, blocks)
 
 
 def _check_left_over_blocks(bench: Bench, blocks: int) -> None:
@@ -98,6 +99,21 @@ def _check_left_over_blocks(bench: Bench, blocks: int) -> None:
         expected = [(row, p.splits.of(int(positions[row]))) for row in rows if row // long != 1]
         if [(visit.row, visit.begin_split) for visit in visits] != expected:
             bench.findings.problem(f"a block that is left over visits {visits}, not the last splits {expected}")
+
+
+def _check_full_visits(bench: Bench, blocks: int) -> None:
+    """The most rows whose last splits blocks that are left over have room to visit, and one row more; those splits are short enough."""
+    p = bench.p
+    position = p.splits.begin(p.splits.of((p.visits + 1) * (64 + 64) - 1) + 1)
+    for room in (True, False):
+        fitting = [count for count in range(blocks // 2 + 1, blocks) if (-(-count // (blocks - count)) <= p.visits) == room]
+        if not fitting:
+            continue  # so few blocks that none visits so many rows
+        count = max(fitting) if room else min(fitting)
+        positions = np.full(count, position)
+        found = _check_shares(bench, np.arange(count), positions, positions + 1)
+        if any(map(bool, found[count:])) != room:
+            bench.findings.problem(f"blocks that {count} rows leave over visit {found[count:]}; room for so many: {room}")
 
 
 def _check_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> list[list[Visit]]:

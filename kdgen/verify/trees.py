@@ -20,10 +20,11 @@ Array = NDArray[Any]
 
 CHECKS: Registry = {}
 SEQUENCES = 3
+CROWD = 130  #: sequences of a step: more than twice the threads of the kernels that have a place a thread
 
 
-def _lengths(bench: Bench) -> NDArray[np.int32]:
-    return bench.rng.integers(0, 100, SEQUENCES).astype(np.int32)
+def _lengths(bench: Bench, sequences: int = SEQUENCES) -> NDArray[np.int32]:
+    return bench.rng.integers(0, 100, sequences).astype(np.int32)
 
 
 def _steps(bench: Bench) -> list[NDArray[np.int32]]:
@@ -31,11 +32,16 @@ def _steps(bench: Bench) -> list[NDArray[np.int32]]:
     return [bench.rng.permutation(SEQUENCES)[:places].astype(np.int32) for places in range(1, SEQUENCES + 1)]
 
 
+def crowded_steps(bench: Bench) -> list[NDArray[np.int32]]:
+    """Steps of one to a few places, and of a crowd, which takes threads several rounds."""
+    return [*_steps(bench), bench.rng.permutation(CROWD).astype(np.int32)]
+
+
 @for_template(CHECKS, ["chain_rows.cu.j2"])
 def check_chain_rows(bench: Bench) -> None:
-    for step in _steps(bench):
+    for step in crowded_steps(bench):
         for from_root in (0, 1):
-            lengths, roots = _lengths(bench), bench.rng.integers(0, 1000, SEQUENCES).astype(np.int32)
+            lengths, roots = _lengths(bench, CROWD), bench.rng.integers(0, 1000, CROWD).astype(np.int32)
             counts = np.ones(len(step), np.int32) if from_root else bench.rng.integers(1, 20, len(step)).astype(np.int32)
             begins, rows = np.cumsum([0, *counts], dtype=np.int32), int(counts.sum())
             tokens = bench.rng.integers(0, 1000, rows).astype(np.int32)
@@ -58,7 +64,7 @@ def check_chain_rows(bench: Bench) -> None:
 @for_template(CHECKS, ["logit_rows.cu.j2"])
 def check_logit_rows(bench: Bench) -> None:
     """None, some or all rows of a place, more of them than a block has threads, too."""
-    for step in _steps(bench):
+    for step in crowded_steps(bench):
         counts = bench.rng.integers(1, 20, len(step)).astype(np.int32)
         counts[0] += 2 * bench.p.block
         wanted = bench.rng.integers(0, counts + 1).astype(np.int32)
@@ -78,8 +84,8 @@ def check_logit_rows(bench: Bench) -> None:
 
 @for_template(CHECKS, ["advance.cu.j2"])
 def check_advance(bench: Bench) -> None:
-    for step in _steps(bench):
-        lengths, roots = _lengths(bench), np.full(SEQUENCES, 7, np.int32)
+    for step in crowded_steps(bench):
+        lengths, roots = _lengths(bench, CROWD), np.full(CROWD, 7, np.int32)
         counts = bench.rng.integers(1, 20, len(step)).astype(np.int32)
         begins = np.cumsum([0, *counts], dtype=np.int32)
         firsts = np.cumsum([0, *bench.rng.integers(1, counts + 1)], dtype=np.int32)
@@ -119,15 +125,22 @@ def check_argmax(bench: Bench) -> None:
         logits[row, bench.rng.integers(p.vocab)] = (np.nan, -np.nan, np.inf, -np.inf)[row // 2 % 4]
     if p.sharded:
         _check_sharded_argmax(bench, logits)
-        return
+    else:
+        _check_whole_argmax(bench, logits)
 
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+
+def _check_whole_argmax(bench: Bench, logits: Array) -> None:
+    planted, places = planted_logits(bench, bench.p)
+
+    def run(rows: NDArray[np.int64], logits: Array = logits) -> dict[str, Array]:
         count = len(rows)
         chosen = bench.poisoned("i32", guard(count))
         bench.launch(bench.integer(count), bench.input(logits[rows]), chosen, tokens=count)
         return {"next_token": split_guard(bench, "next_token", bench.read(chosen), count)}
 
     check_rows(bench, run, {"next_token": (marked(_largest(logits), logits), np.zeros(1))})
+    bench.findings.equal("next_token of planted rows", run(np.arange(len(places)), planted)["next_token"], marked(places, planted))
+    bench.release()
 
 
 def marked(tokens: Array, logits: Array) -> Array:
@@ -140,12 +153,33 @@ def _largest(logits: Array) -> Array:
     return ops.argmax(np.where(np.isnan(logits), -np.inf, logits))
 
 
+def planted_logits(bench: Bench, p: Any) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Logits [rows, vocab] with one largest each, and where it is: the ends of the row, both sides of every bound between the vectors
+    that threads load one after another, and a place of each warp. Some rows have a second one, as large, behind the first, in another
+    pass or warp; some hold a NaN.
+    """
+    chunk, vocab = p.block * p.vector, p.vocab  # what all threads load together
+    bounds = np.arange(chunk, vocab, chunk)
+    warps = np.arange(0, min(vocab, chunk), 32 * p.vector) + bench.rng.integers(0, 32 * p.vector, -(-min(vocab, chunk) // (32 * p.vector)))
+    warps += bench.rng.integers(0, len(bounds) + 1, len(warps)) * chunk
+    places = np.unique(np.concatenate([[0, vocab - 1], bounds - 1, bounds, warps[warps < vocab]]))
+    logits = -np.abs(bench.random("f32", len(places), vocab)) - 1
+    logits[np.arange(len(places)), places] = 1
+    for row, place in enumerate(places[:-1]):
+        if row % 3 == 0:
+            logits[row, bench.rng.integers(place + 1, vocab)] = 1
+        elif row % 3 == 1:
+            logits[row, bench.rng.integers(place + 1, vocab)] = np.nan
+    return logits, places
+
+
 def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
     """A rank's best: its value, and its id among all tokens, of which the rank's begin at ``first``."""
     first = 1000
     logits[-1] = np.nan
+    planted, places = planted_logits(bench, bench.p)
 
-    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], logits: Array = logits) -> dict[str, Array]:
         count = len(rows)
         choice = bench.poisoned("i32", guard(count), 2)
         bench.launch(bench.integer(count), bench.input(logits[rows]), first, choice, tokens=count)
@@ -156,6 +190,8 @@ def _check_sharded_argmax(bench: Bench, logits: Array) -> None:
     values = np.append(logits[np.arange(len(best)), best], np.float32(-np.inf)).view(np.int32)
     ids = marked(np.append(first + best, 2**31 - 1), logits)
     check_rows(bench, run, {"value": (values, np.zeros(1)), "id": (ids, np.zeros(1))})
+    bench.findings.equal("ids of planted rows", run(np.arange(len(places)), planted)["id"], marked(first + places, planted))
+    bench.release()
 
 
 @for_template(CHECKS, ["top_k_parts.cu.j2", "top_k.cu.j2"])
