@@ -2,7 +2,8 @@
 
     python -m tests.loops [SPEC …]
 
-prints one line for each loop of each kernel that the default command checks, or that the named ones of its specs have. A loop is known
+prints one line for each loop of each kernel that the default command checks, or checks when specs are named; ``full-size`` instead of a
+spec names those of kdgen.verify.full_size. A loop is known
 by its template and its number there. A counter stands in each loop's head: a loader of templates writes it into the text before Jinja
 reads it, and everything else is as in ``kdgen verify``, so that the checks see the same kernels. Unrolled C++ loops count as loops,
 Jinja's do not.
@@ -15,7 +16,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jinja2
 import numpy as np
@@ -26,15 +27,19 @@ from kdgen.plan.ir import Plan
 from kdgen.render import environment
 from kdgen.resources import templates_dir
 from kdgen.spec import Spec, load_spec
-from kdgen.verify.bench import TOKENS, Size
+from kdgen.verify.bench import TOKENS
+from kdgen.verify.full_size import Group as Checked
+from kdgen.verify.full_size import groups
 from kdgen.verify.kernels import check_kernel
+from kdgen.verify.run import DEFAULT_SPECS, plans_for, shared_plans
 from kdgen.verify.run import _inputs as inputs_of
+from kdgen.verify.variants import variants
 
 FOLDERS = ("kernels", "lib")
 _HEAD = re.compile(r"//[^\n]*|{#.*?#}|\b(?:for|while) \(|\bdo \{", re.DOTALL)
 _COUNTER = """
-EMU_API unsigned loops_of_{name}[{loops}][4];
-unsigned loops_of_{name}[{loops}][4] = {{}};
+EMU_API unsigned loops_of_{name}[{loops}][5];
+unsigned loops_of_{name}[{loops}][5] = {{}};
 namespace {name} {{
 struct CountedLoop {{
   unsigned *seen, trips;
@@ -46,6 +51,7 @@ struct CountedLoop {{
   ~CountedLoop() {{
     seen[trips < 2 ? trips : 2] = 1;
     if (trips > seen[3]) seen[3] = trips;
+    if (~trips > seen[4]) seen[4] = ~trips;
   }}
 }};
 }}
@@ -64,15 +70,19 @@ class Loop:
 
 @dataclass(frozen=True)
 class Trips:
-    """How often a loop ran, of all times that a thread got to it: whether ever not at all, once, twice or more; and the most."""
+    """How often a loop ran, of all times that a thread got to it: whether ever not at all, once, twice or more; and the most. ``varies``:
+    one kernel ran it sometimes more and sometimes less often.
+    """
 
     never: bool = False
     once: bool = False
     more: bool = False
     most: int = 0
+    varies: bool = False
 
     def __or__(self, other: Trips) -> Trips:
-        return Trips(self.never or other.never, self.once or other.once, self.more or other.more, max(self.most, other.most))
+        never, once, more = self.never or other.never, self.once or other.once, self.more or other.more
+        return Trips(never, once, more, max(self.most, other.most), self.varies or other.varies)
 
 
 def _heads(text: str) -> Iterator[tuple[int, int, str]]:
@@ -146,19 +156,49 @@ def load_counted(backend: CpuBackend, plan: Plan) -> None:
 def read_trips(backend: CpuBackend, kernel: str) -> dict[Loop, Trips]:
     """Of each loop that a thread of the loaded ``kernel`` got to."""
     library = ctypes.CDLL(str(backend._kernels[kernel].library))
-    table = np.array((ctypes.c_uint32 * (4 * len(loops()))).in_dll(library, f"loops_of_{kernel}")).reshape(-1, 4)
-    rows = zip(loops(), table.tolist(), strict=True)
-    return {loop: Trips(bool(never), bool(once), bool(more), most) for loop, (never, once, more, most) in rows if never or once or more}
+    table = np.array((ctypes.c_uint32 * (5 * len(loops()))).in_dll(library, f"loops_of_{kernel}")).reshape(-1, 5)
+    seen = {loop: [int(value) for value in row] for loop, row in zip(loops(), table, strict=True) if row.any()}
+    return {loop: Trips(bool(n), bool(o), bool(m), most, most != 0xFFFFFFFF - least) for loop, (n, o, m, most, least) in seen.items()}
 
 
-def trips_of(backend: CpuBackend, spec: Spec, plan: Plan, size: Size = "full", tokens: Sequence[int] = TOKENS) -> dict[str, dict[Loop, Trips]]:
-    """By kernel of ``plan``, how its loops ran while its check did. Raises RuntimeError when a check fails."""
+def trips_of(backend: CpuBackend, checked: Checked) -> dict[str, dict[Loop, Trips]]:
+    """By kernel, how its loops ran while its check did. Raises RuntimeError when a check fails."""
+    spec, plan = checked.spec, checked.plan
     load_counted(backend, plan)
-    found = {}
     for kernel in plan.kernels:
-        check = check_kernel(backend, spec, plan, kernel, inputs_of(0, kernel), size, tokens)
+        check = check_kernel(backend, spec, plan, kernel, inputs_of(0, kernel), checked.size, checked.tokens)
         if not check.ok:
             raise RuntimeError(f"{spec.name} {plan.compute} {kernel.name}: {check.why}")
-    for kernel in plan.kernels:
-        found[kernel.name] = read_trips(backend, kernel.name)
-    return found
+    return {kernel.name: read_trips(backend, kernel.name) for kernel in plan.kernels}
+
+
+def all_checked(specs: Sequence[Spec]) -> Iterator[Checked]:
+    """The kernels of ``specs``, of variants, of both on two ranks, and those that run in full size."""
+    plans = [*plans_for(specs, None), *plans_for(variants(), None)]
+    shared = [(spec, each) for spec, plan in plans if plan.family == "generic" for each in shared_plans(spec, plan)]
+    yield from (Checked(spec, plan, "full", TOKENS) for spec, plan in (*plans, *shared) if plan.kernels)
+    yield from groups()
+
+
+def main(names: Sequence[str]) -> None:
+    backend = CpuBackend()
+    checked = groups() if list(names) == ["full-size"] else all_checked([load_spec(name) for name in names or DEFAULT_SPECS])
+    together: dict[Loop, Trips] = {}
+    for each in checked:
+        title = f"{each.spec.name} {each.plan.compute} {each.plan.family}"
+        for kernel, found in trips_of(backend, each).items():
+            for loop, trips in found.items():
+                together[loop] = together.get(loop, Trips()) | trips
+                print(f"{title:28} {kernel:32} {_line(loop, trips)}")
+    print("\nall together")
+    for loop in loops():
+        print(_line(loop, together.get(loop, Trips())))
+
+
+def _line(loop: Loop, trips: Trips) -> str:
+    seen = "".join(mark if there else "-" for mark, there in zip("012", (trips.never, trips.once, trips.more), strict=True))
+    return f"{loop.template:30} {loop.number:3} {seen} most {trips.most:7}  {loop.head}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import math
+import mmap
 import os
 import re
 import tempfile
@@ -55,6 +56,7 @@ NUMPY_DTYPES: dict[DType, np.dtype[np.generic]] = {
 _SHUFFLED, _LATE_COPIES, _CHECK = 1, 2, 4  # LaunchFlags in runtime/state.h
 _FLAGS: dict[Mode, int] = {"plain": 0, "shuffled": _SHUFFLED | _LATE_COPIES, "checker": _SHUFFLED | _LATE_COPIES | _CHECK}
 _FINISHED, _FAILED = 0, 1  # LaunchResult in runtime/runtime.cpp
+_MAP_NORESERVE = 0x4000  # Linux promises the memory, however much; Python names it from 3.13 on
 _LINE_FLAG = 0x80000000
 _NO_THREAD = 0xFFFFFFFF
 
@@ -171,14 +173,14 @@ class _Allocation:
 
 
 class _Mapped(_Allocation):
-    """Memory that this process shares with others; it goes with the last of them."""
+    """Memory that NumPy holds, and this process may share with others; it goes with the last of them."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
-        self._memory = memory
+        self._memory: npt.NDArray[np.uint8] | None = memory
         self.address, self.nbytes, self.label = address, nbytes, ""
 
     def free(self) -> None:
-        self.address = 0
+        self.address, self._memory = 0, None
 
 
 class CpuBackend(Backend):
@@ -308,6 +310,13 @@ class CpuBackend(Backend):
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         allocation = _Allocation(self._runtime, nbytes, self.mode == "checker")
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
+
+    def vast(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        """Zeros, of which only the pages that are touched take memory: for indices beyond what a machine could fill. Nothing guards it."""
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        memory = np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
+        return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, _Mapped(memory, memory.ctypes.data, nbytes))
 
     def memory_limit(self) -> int | None:
         """What the system can give without swapping; among ranks, an equal share of it."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Pointer
+from kdgen.backends.cpu import CpuBackend
 from kdgen.key_tiles import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import DType, Kernel, Plan
 from kdgen.spec import Spec
@@ -153,6 +154,19 @@ class Bench:
         array = self.backend.to_device(values, names[values.dtype])
         self._arrays.append(array)
         return array
+
+    def spread(self, values: Array, places: Array, count: int) -> tuple[DeviceArray, Array]:
+        """``values`` [few, …] as those at ``places`` of ``count`` on the device, and where they are: a slice's items as far apart as all of
+        the kernel's would be. A backend that has no memory for what lies between has them side by side.
+        """
+        if not isinstance(self.backend, CpuBackend) or self.backend.mode != "plain":
+            return self.input(values), np.arange(len(values))
+        size = values[0].nbytes
+        array = self.backend.vast((count, size), "u8")
+        self._arrays.append(array)
+        for place, value in zip(places, values, strict=True):
+            self.backend.write(array, np.ascontiguousarray(value).reshape(-1).view(np.uint8), int(place) * size)
+        return array, places
 
     def integer(self, value: int) -> DeviceArray:
         return self.input(np.array([value], np.int32))

@@ -214,22 +214,24 @@ def check_experts(bench: Bench) -> None:
     topk = _random_topk(bench, most, experts, top_k)
     x = bench.random(bench.act, most, x_places, p.cols)
     packed, w, group_terms = _expert_weights(bench, experts, wanted)
+    far = np.linspace(0, (spec.n_routed_experts or 0) - 1, experts).astype(np.int32)  # a slice's experts: the first, …, the last
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         active, begins, ends, order = sorted_by_expert(topk[rows], experts)
+        weight, numbers = bench.spread(packed, far, spec.n_routed_experts or 0)
         # an assignment is token * (experts a token) + place; a slice may have fewer experts than a token takes places
         order = (order // top_k * full_top_k + order % top_k).astype(np.int32)
         y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
         unused = np.full((spec.n_routed_experts or 0) - len(active), 1 << 30, np.int32)  # what old lists left behind the new
-        lists = [bench.input(np.append(array, unused)) for array in (active, begins, ends)]
+        lists = [bench.input(np.append(array, unused)) for array in (numbers[active], begins, ends)]
         row_tiles = -(-wanted // tile)
         arguments = (
             bench.input(np.array([len(active)], np.int32)),
             *lists,
             bench.input(order),
             bench.input(x[rows]),
-            bench.input(packed),
+            weight,
             y,
         )
         bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel)

@@ -23,16 +23,10 @@ MODEL = "k26"
 #: Ranks of which each sums over several others.
 RANKS = 4
 #: Templates of K2.6's kernels without a weight matrix: they run over their whole shape. And of those that ranks put together with.
-SMALL = (
-    "advance argmax attention_shares chain_rows draft_block draft_capture draft_context draft_heads gqa_combine logit_rows mla_combine"
-    " mla_combine_wgmma moe_combine moe_sort norm_and_cache rmsnorm rope_cache router_topk row_groups sample top_k top_k_parts tree_accept"
-    " tree_build tree_rows"
-).split()
-JOINING = "argmax draft_context moe_combine peer_argmax peer_gather peer_sum peer_sum_norm rank_choice rank_logits rank_sum".split()
+SMALL = ["advance", "argmax", "attention_shares", "chain_rows", "draft_block", "draft_capture", "draft_context", "draft_heads", "gqa_combine", "logit_rows", "mla_combine", "mla_combine_wgmma", "moe_combine", "moe_sort", "norm_and_cache", "rmsnorm", "rope_cache", "router_topk", "row_groups", "sample", "top_k", "top_k_parts", "tree_accept", "tree_build", "tree_rows"]
+JOINING = ["argmax", "draft_context", "moe_combine", "peer_argmax", "peer_gather", "peer_sum", "peer_sum_norm", "rank_choice", "rank_logits", "rank_sum"]
 #: Templates whose kernels' checks would take gigabytes or minutes.
-SLICED = (
-    "combine_and_heads embed experts_mma gqa_attention kv_compact linear_and_choice linear_and_router mla_attention_wgmma router_logits_mma"
-).split()
+SLICED = ["combine_and_heads", "embed", "experts_mma", "experts_wgmma", "gqa_attention", "kv_compact", "linear_and_choice", "linear_and_router", "mla_attention_wgmma", "router_logits_mma"]
 
 #: Changes to tiny: more experts than a block has threads, in more groups than a warp has lanes, more chosen of them.
 CROWDED: dict[str, Any] = {
@@ -44,7 +38,7 @@ CROWDED: dict[str, Any] = {
 ODD_WIDTHS: dict[str, Any] = {
     "kv_lora_rank": 131, "q_lora_rank": 32, "qk_rope_head_dim": 80,
     "draft": {
-        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 136,
+        "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 136,
         "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "block_size": 8, "mask_token_id": 5, "target_layer_ids": [0],
     },
 }  # fmt: skip
@@ -54,51 +48,44 @@ WIDER: dict[str, Any] = {"v_head_dim": 256, "hidden_size": 8192}
 
 @dataclass(frozen=True)
 class Group:
-    """Some kernels of a plan, with those whose bits they must have, and how much of each runs."""
+    """Some kernels of a plan, with those whose bits they must have; how much of each runs, and with how many token rows."""
 
-    title: str
     spec: Spec
     plan: Plan
-    checked: tuple[Kernel, ...]
     size: Size
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = (1, 3, 9)
 
 
 def groups() -> Iterator[Group]:
-    """All that is checked in full size, once each."""
+    """All that is checked in full size."""
     model = load_spec(MODEL)
-    seen: list[Kernel] = []
-    whole = build_plan(model)
-    for plan in (whole, *whole.special):
-        for names, size in ((SMALL, "full"), (SLICED, "slice")):
-            found = _group(model, plan, names, size, seen)
-            seen += found.checked
-            yield found
-    for exchange in EXCHANGES:
-        shared = build_plan(model, shard=Shard(RANKS, 1, exchange))
-        for names, size in ((JOINING, "full"), (["embed"], "slice")):
-            found = _group(model, shared, names, size, seen)
-            seen += found.checked
-            yield found
+    whole, seen = build_plan(model), list[Kernel]()
+    shared = [build_plan(model, shard=Shard(RANKS, 1, exchange)) for exchange in EXCHANGES]
+    for plan in (whole, *whole.special, *shared):
+        small, sliced = (SMALL, SLICED) if plan.shard.whole else (JOINING, ["embed"])
+        found = [_group(model, plan, small, "full", seen), _group(model, plan, sliced, "slice", seen)]
+        seen += [kernel for group in found for kernel in group.plan.kernels]
+        yield from found
     yield _group(model, build_plan(model, "f32"), ["router_logits"], "slice")
-    small, wider = load_spec("tiny"), _changed(model, WIDER)
+    wider = _changed(model, "k26-wider", WIDER)
     yield _group(wider, build_plan(wider), ["linear_and_router"], "slice")
     yield _group(wider, build_plan(wider).on("sm_90a"), ["combine_and_heads"], "slice")
-    crowded, odd = _changed(small, CROWDED), _changed(small, ODD_WIDTHS)
-    yield _group(crowded, build_plan(crowded, "bf16"), ["router_topk", "moe_sort", "linear_and_choice", "experts_mma"], "full", tokens=(1, 33))
+    tiny = load_spec("tiny")
+    crowded, odd = _changed(tiny, "tiny-crowded", CROWDED), _changed(tiny, "tiny-odd-widths", ODD_WIDTHS)
+    many = _group(crowded, build_plan(crowded, "bf16"), ["router_topk", "moe_sort", "linear_and_choice", "experts_mma"], "full")
+    yield replace(many, tokens=(1, 33))  # more than 1,024 assignments
     yield _group(odd, build_plan(odd, "f32"), ["gqa_attention", "gqa_combine", "mla_combine", "rope_cache"], "full")
 
 
-def _changed(spec: Spec, changes: dict[str, Any]) -> Spec:
-    """``spec`` with other values, as one that is read is checked."""
-    return Spec.from_mapping(spec.model_dump(mode="json") | {"draft": None} | changes, spec.name)
+def _changed(spec: Spec, name: str, changes: dict[str, Any]) -> Spec:
+    """``spec`` with other values and without its drafter, as one that is read is checked."""
+    return Spec.from_mapping(spec.model_dump(mode="json") | {"draft": None} | changes | {"name": name}, name)
 
 
-def _group(spec: Spec, plan: Plan, templates: Sequence[str], size: Size, seen: Sequence[Kernel] = (), tokens: tuple[int, ...] = (1, 3, 9)) -> Group:
-    wanted = tuple(kernel for kernel in plan.kernels if kernel.template.removesuffix(".cu.j2") in templates and kernel not in seen)
+def _group(spec: Spec, plan: Plan, templates: Sequence[str], size: Size, seen: Sequence[Kernel] = ()) -> Group:
+    wanted = [kernel for kernel in plan.kernels if kernel.template.removesuffix(".cu.j2") in templates and kernel not in seen]
     beside = {name for kernel in wanted for name in _held_to(kernel)}
-    kernels = tuple(kernel for kernel in plan.kernels if kernel in wanted or kernel.name in beside)
-    return Group(spec.name, spec, replace(plan, kernels=kernels), wanted, size, tokens)
+    return Group(spec, replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel in wanted or kernel.name in beside)), size)
 
 
 def _held_to(kernel: Kernel) -> tuple[str, ...]:
@@ -106,4 +93,7 @@ def _held_to(kernel: Kernel) -> tuple[str, ...]:
     p = kernel.params
     if isinstance(p, PeerSumNorm):
         return p.sum, p.norm.name
-    return (p.combine, p.linear) if isinstance(p, CombineAndHeads) else ()
+    if isinstance(p, CombineAndHeads):
+        return p.combine, p.linear
+    decode: str | None = getattr(p, "decode", None)
+    return (decode,) if decode else ()

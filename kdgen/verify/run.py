@@ -28,8 +28,8 @@ from kdgen.render import render
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
-from kdgen.verify import joins
-from kdgen.verify.bench import SLICE_TILES, Bench, Size
+from kdgen.verify import full_size, joins
+from kdgen.verify.bench import SLICE_TILES, TOKENS, Bench, Size
 from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
@@ -94,6 +94,8 @@ def verify(
         if fail_fast and check.status == "failed":
             break
     notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec) and plan.family == "generic"]
+    if others:
+        notes.append(f"{full_size.MODEL}'s kernels without a matrix ran in full size, and slices of some others")
     notes.append(f"kernels and decodes ran on: {backend.description}{_no_gpu(backend, backend_name)}")
     if others:
         names_of_others = ", ".join(spec.name for spec in variants())
@@ -160,6 +162,10 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     for spec, plan in shared:
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+    if others:
+        for group in full_size.groups():
+            for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
+                yield from _kernels(backend, spec, plan, group.size, say, group.tokens)
     for spec, plan in whole:
         yield _schedule(spec, plan)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
@@ -293,7 +299,7 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
-def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> Iterator[Check]:
+def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say, tokens: Sequence[int] = TOKENS) -> Iterator[Check]:
     title = _title(spec, plan)
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
     problems = text_problems(load_kernels(backend, plan))
@@ -303,7 +309,7 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say) -> 
     for kernel in plan.kernels:
         say(f"{title} {plan.compute}: kernel {kernel.name}")
         began = perf_counter()
-        found = check_kernel(backend, spec, plan, kernel, _inputs(0, kernel), size)
+        found = check_kernel(backend, spec, plan, kernel, _inputs(0, kernel), size, tokens)
         ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks"
         detail = f"{kernel.template}{', a slice' if found.sliced else ''}{ranks}"
         yield _as_check(title, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
