@@ -160,7 +160,7 @@ class Bench:
         the kernel's would be. A backend that has no memory for what lies between has them side by side.
         """
         if not isinstance(self.backend, CpuBackend) or self.backend.mode != "plain":
-            return self.input(values), np.arange(len(values))
+            return self.input(values), np.arange(len(values), dtype=np.int32)
         size = values[0].nbytes
         array = self.backend.vast((count, size), "u8")
         self._arrays.append(array)

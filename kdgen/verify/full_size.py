@@ -22,11 +22,21 @@ from kdgen.verify.bench import Size
 MODEL = "k26"
 #: Ranks of which each sums over several others.
 RANKS = 4
-#: Templates of K2.6's kernels without a weight matrix: they run over their whole shape. And of those that ranks put together with.
-SMALL = ["advance", "argmax", "attention_shares", "chain_rows", "draft_block", "draft_capture", "draft_context", "draft_heads", "gqa_combine", "logit_rows", "mla_combine", "mla_combine_wgmma", "moe_combine", "moe_sort", "norm_and_cache", "rmsnorm", "rope_cache", "router_topk", "row_groups", "sample", "top_k", "top_k_parts", "tree_accept", "tree_build", "tree_rows"]
-JOINING = ["argmax", "draft_context", "moe_combine", "peer_argmax", "peer_gather", "peer_sum", "peer_sum_norm", "rank_choice", "rank_logits", "rank_sum"]
+#: Templates of K2.6's kernels without a weight matrix, which run over their whole shape; and of those that only ranks have.
+SMALL = (
+    "advance", "argmax", "attention_shares", "chain_rows", "draft_block", "draft_capture", "draft_context", "draft_heads",
+    "gqa_combine", "logit_rows", "mla_combine", "mla_combine_wgmma", "moe_combine", "moe_sort", "norm_and_cache", "rmsnorm",
+    "rope_cache", "router_topk", "row_groups", "sample", "top_k", "top_k_parts", "tree_accept", "tree_build", "tree_rows",
+)  # fmt: skip
+JOINING = (
+    "argmax", "draft_context", "moe_combine", "peer_argmax", "peer_gather", "peer_sum", "peer_sum_norm", "rank_choice", "rank_logits",
+    "rank_sum",
+)  # fmt: skip
 #: Templates whose kernels' checks would take gigabytes or minutes.
-SLICED = ["combine_and_heads", "embed", "experts_mma", "experts_wgmma", "gqa_attention", "kv_compact", "linear_and_choice", "linear_and_router", "mla_attention_wgmma", "router_logits_mma"]
+SLICED = (
+    "combine_and_heads", "embed", "experts_mma", "experts_wgmma", "gqa_attention", "kv_compact", "linear_and_choice",
+    "linear_and_router", "mla_attention_wgmma", "router_logits_mma",
+)  # fmt: skip
 
 #: Changes to tiny: more experts than a block has threads, in more groups than a warp has lanes, more chosen of them.
 CROWDED: dict[str, Any] = {
@@ -62,7 +72,7 @@ def groups() -> Iterator[Group]:
     whole, seen = build_plan(model), list[Kernel]()
     shared = [build_plan(model, shard=Shard(RANKS, 1, exchange)) for exchange in EXCHANGES]
     for plan in (whole, *whole.special, *shared):
-        small, sliced = (SMALL, SLICED) if plan.shard.whole else (JOINING, ["embed"])
+        small, sliced = (SMALL, SLICED) if plan.shard.whole else (JOINING, ("embed",))
         found = [_group(model, plan, small, "full", seen), _group(model, plan, sliced, "slice", seen)]
         seen += [kernel for group in found for kernel in group.plan.kernels]
         yield from found
