@@ -1,4 +1,4 @@
-"""Every loop of every template runs twice or more in some kernel check of the default ``kdgen verify``, so that a wrong second pass is seen.
+"""Every loop of every template runs twice or more in a kernel check of the default ``kdgen verify``, so that wrong second passes are seen.
 
 A part of the default checks is enough to show it. ``python -m tests.loops`` prints the table of all of them.
 """
