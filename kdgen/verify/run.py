@@ -34,6 +34,7 @@ from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, 
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
+from kdgen.verify.ptx.checks import check_primitives
 from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
@@ -155,7 +156,10 @@ def _small(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
 
 
 def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
-    """Kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
+    """Primitives and kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
+    if others:  # the default command: primitives are the same for every spec
+        say("primitives, by their PTX")
+        yield from check_primitives()
     for spec, plan in (*plans, *others):
         yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]

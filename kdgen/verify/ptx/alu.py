@@ -45,7 +45,7 @@ def evaluate(words: Sequence[str], operands: Sequence[Bits]) -> Bits:
         return operands[0]
     if words[0] == "cvt" and len(words) == 3:
         return _convert(words[1], words[2], operands[0])
-    if words[0] == "setp" and len(words) == 3:
+    if words[0] == "setp" and len(words) == 3 and words[1] in _RELATIONS:
         return _compare(words[1], words[2], *operands)
     if words[0] == "selp":
         return np.where(operands[2] != 0, operands[0], operands[1])
@@ -209,10 +209,10 @@ def _compare(relation: str, kind: str, a: Bits, b: Bits) -> Bits:
 
 
 def _related(relation: str, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Bits:
-    relations: dict[str, Callable[..., Any]] = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-        "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    }  # fmt: skip
-    if relation not in relations:
-        raise KdgenError(f"the interpreter of PTX does not know setp.{relation}")
-    return np.asarray(relations[relation](x, y)).astype(np.uint64)
+    return np.asarray(_RELATIONS[relation](x, y)).astype(np.uint64)
+
+
+_RELATIONS: dict[str, Callable[..., Any]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip

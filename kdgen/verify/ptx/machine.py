@@ -28,7 +28,7 @@ _HARDWARE = frozenset({
 _RESULTS = frozenset({"mma", "ldmatrix", "createpolicy"})
 _CLUSTER = 0x40  #: the upper byte of an address in block 0 of a cluster
 _ALL = (1 << 64) - 1
-_MOST_STEPS = 100_000
+_MOST_STEPS = 20_000
 _NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)")
 
 
@@ -136,8 +136,10 @@ class Machine:
     def _collective(self, each: Instruction, active: Lanes) -> None:
         """PTX ISA, shfl.sync (butterflies) and redux.sync, of whole warps."""
         words = each.words
+        if len(active) % 32:
+            raise KdgenError("not all lanes of a warp are here")
         lanes = active.reshape(-1, 32)
-        if len(active) % 32 or (lanes != lanes[:, :1] + np.arange(32)).any() or (lanes[:, 0] % 32).any():
+        if (lanes != lanes[:, :1] + np.arange(32)).any() or (lanes[:, 0] % 32).any():
             raise KdgenError("not all lanes of a warp are here")
         target = each.operands[0].partition("|")[0]
         values = [self._read(operand, active).reshape(-1, 32) for operand in each.operands[1:]]
