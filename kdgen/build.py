@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from kdgen.render import MARK, parts_of, render
 from kdgen.resources import specs_dir, templates_dir
 from kdgen.spec import load_spec
 from kdgen.target import target_for
+from kdgen.temporary import remove_abandoned, temporary_file
 
 #: Raise it when the manifest's structure changes.
 MANIFEST_SCHEMA = "kdgen.manifest/2"
@@ -37,9 +37,8 @@ MANIFEST = "manifest.json"
 DEFAULT_ARCHS = ("sm_90a", "sm_120a")
 #: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
 ALSO_F32 = ("tiny", "tiny2", "tiny-dflash")
-#: Prefix of files being written. A killed build leaves one behind; the next build removes it once it is too old to be in use.
+#: Prefix of files being written. A killed build leaves one behind; the next build removes it.
 TEMPORARY = ".kdgen-"
-TEMPORARY_SECONDS = 600
 
 Progress = Callable[[Plan, Cubin], None]
 
@@ -368,14 +367,9 @@ def write_if_different(path: Path, text: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == data:
             return False
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
+    with temporary_file(path.parent, TEMPORARY) as temporary:
+        temporary.write_bytes(data)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return True
 
 
@@ -406,10 +400,7 @@ def _is_ours(path: Path) -> bool:
 def _prepare(folder: Path) -> None:
     """Make the folder and clear away what killed builds left in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(FileNotFoundError):  # another build may have just renamed it
-            if time.time() - path.stat().st_mtime > TEMPORARY_SECONDS:
-                path.unlink()
+    remove_abandoned(folder, TEMPORARY)
 
 
 @contextlib.contextmanager

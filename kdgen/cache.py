@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import platformdirs
 
+from kdgen.temporary import remove_abandoned, temporary_file
+
 _ENTRY = re.compile(r"[0-9a-z]+-[0-9a-f]{32}\.[a-z0-9.]+|\.tmp-.*")
+_TEMPORARY = ".tmp-"
 
 
 def digest(*parts: str | bytes) -> str:
@@ -67,7 +70,7 @@ class Cache:
         target = self._shard(kind, key) / f"{key}-{_check(data)}.{suffix.lstrip('.')}"
         for attempt in (1, 2):
             try:
-                _write(target, data)
+                _write(self.path, target, data)
                 return target
             except FileNotFoundError as error:  # another process cleared the cache between mkdir and write
                 if attempt == 2:
@@ -85,8 +88,9 @@ class Cache:
                 file.unlink()
                 removed += 1
             for directory in (file.parent, file.parent.parent):
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
+                if self.path in directory.parents:
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
         return removed
 
     def size(self) -> int:
@@ -97,6 +101,10 @@ class Cache:
                 total += file.stat().st_size
         return total
 
+    def remove_abandoned(self) -> None:
+        """Remove what killed processes did not finish writing."""
+        remove_abandoned(self.path, _TEMPORARY)
+
     def _warn(self, error: OSError) -> None:
         if not Cache._warned:
             Cache._warned = True
@@ -104,7 +112,8 @@ class Cache:
             print(f"kdgen: warning: cannot write the cache {self.path} ({why}); set KDGEN_CACHE_DIR", file=sys.stderr)
 
     def _files(self) -> Iterator[Path]:
-        return (file for file in self.path.glob("*/??/*") if _ENTRY.fullmatch(file.name))
+        found = itertools.chain(self.path.glob(f"{_TEMPORARY}*"), self.path.glob("*/??/*"))
+        return (file for file in found if _ENTRY.fullmatch(file.name))
 
     def _shard(self, kind: str, key: str) -> Path:
         return self.path / kind / key[:2]
@@ -130,14 +139,8 @@ def _check(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _write(target: Path, data: bytes) -> None:
+def _write(folder: Path, target: Path, data: bytes) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with temporary_file(folder, _TEMPORARY, mode=0o600) as temporary:
+        temporary.write_bytes(data)
         temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

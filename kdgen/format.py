@@ -6,11 +6,11 @@ import functools
 import importlib.util
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from kdgen.errors import KdgenError
+from kdgen.temporary import scratch_folder
 
 #: Google's style with longer lines. Comments keep their breaks: the header's command has to stay on one line.
 STYLE = "{BasedOnStyle: Google, Language: Cpp, ColumnLimit: 110, DerivePointerAlignment: false, ReflowComments: Never}"
@@ -28,12 +28,12 @@ def clang_format_many(texts: Sequence[str]) -> list[str]:
     """
     if not texts:
         return []
-    with tempfile.TemporaryDirectory(prefix="kdgen-format-") as directory:
-        files = [Path(directory) / f"{i}.cu" for i in range(len(texts))]
+    with scratch_folder("format") as folder:
+        files = [folder / f"{i}.cu" for i in range(len(texts))]
         for file, text in zip(files, texts, strict=True):
             file.write_bytes(text.encode())
         # by names in their folder: clang-format takes a % in a path for a place to be filled in
-        _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=directory)
+        _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=folder)
         return [file.read_bytes().decode() for file in files]
 
 
@@ -43,7 +43,7 @@ def clang_format_version() -> str:
     return _run("--version").split()[-1]
 
 
-def _run(*arguments: str, folder: str | None = None) -> str:
+def _run(*arguments: str, folder: Path | None = None) -> str:
     try:
         result = subprocess.run([str(_binary()), *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:

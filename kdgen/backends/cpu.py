@@ -6,6 +6,8 @@ cache and drives them. What is modelled and what is not: docs/cpu-backend.md.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,7 +15,6 @@ import math
 import mmap
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
 from kdgen.ranks import EXCHANGE_SECONDS, Group
 from kdgen.resources import templates_dir
+from kdgen.temporary import scratch_folder
 
 Mode = Literal["plain", "shuffled", "checker"]
 
@@ -474,9 +476,11 @@ def _key(*parts: object) -> str:
 
 
 @functools.cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
+def _scratch() -> Path:
     """Where libraries live that the cache would not take; gone with the process."""
-    return tempfile.TemporaryDirectory(prefix="kdgen-cpu-")
+    kept = contextlib.ExitStack()
+    atexit.register(kept.close)
+    return kept.enter_context(scratch_folder("cpu"))
 
 
 def _cached_library(
@@ -488,8 +492,8 @@ def _cached_library(
     found = cache.get("cpu", key, ".so")
     if found is not None:
         return found
-    with tempfile.TemporaryDirectory(prefix="kdgen-cpu-") as directory:
-        source, output, other = (Path(directory) / name for name in ("unit.cpp", "unit.so", "linked.so"))
+    with scratch_folder("cpu") as folder:
+        source, output, other = (folder / name for name in ("unit.cpp", "unit.so", "linked.so"))
         source.write_text(text)
         if linked:
             other.write_bytes(linked)
@@ -498,7 +502,7 @@ def _cached_library(
     stored = cache.put("cpu", key, ".so", data)
     if stored is not None:
         return stored
-    path = Path(_scratch().name) / f"{key}.{threading.get_ident()}.so"
+    path = _scratch() / f"{key}.{threading.get_ident()}.so"
     path.write_bytes(data)
     return path
 

@@ -78,6 +78,7 @@ class LazyGroup(click.Group):
             take_any_character(getattr(sys, name))
         try:
             with _ended_in_order():
+                _clean_up()
                 result: object = super().invoke(ctx)
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be handled
             return result
@@ -128,6 +129,15 @@ class LazyGroup(click.Group):
             traceback.print_exc()
             click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
             ctx.exit(2)
+
+
+def _clean_up() -> None:
+    """Remove what killed runs of kdgen left in the cache and among the system's temporary files."""
+    from kdgen.cache import Cache
+    from kdgen.temporary import remove_abandoned_scratch
+
+    Cache.default().remove_abandoned()
+    remove_abandoned_scratch()
 
 
 def _told_by_rank_0() -> bool:

@@ -14,6 +14,7 @@ from kdgen.model import open_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.weights.packed import write_packed
+from kdgen.weights.stream import remove_leavings
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def command(model: Path, out: Path, dtype: Compute | None, force: bool, as_json:
     """
     if out.suffix != ".kdtr":
         raise KdgenError(f"{out}: the file to write must be called something.kdtr")
+    remove_leavings(out)
     if out.exists() and not force:
         raise KdgenError(f"{out}: is there already; --force replaces it")
     if not out.parent.is_dir():

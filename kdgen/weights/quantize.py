@@ -24,7 +24,7 @@ from kdgen.errors import KdgenError, WeightError
 from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, entries_of
-from kdgen.weights.stream import Announced, temporary_beside, write_stream
+from kdgen.weights.stream import Announced, remove_leavings, temporary_beside, write_stream
 
 Array = NDArray[Any]
 
@@ -71,6 +71,7 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     SpecError for a config, WeightError for weights that are damaged or not finite, KdgenError for a model that has no experts to
     quantize or when ``out`` is there already.
     """
+    remove_leavings(out)
     if not source.is_dir():
         what = "is no folder" if source.exists() else "there is no such folder"
         raise KdgenError(f"{source}: {what}; `kdgen quantize` takes that of a published model, with config.json and safetensors")
@@ -79,20 +80,17 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     checkpoint.validate(spec)
     _check(spec, out)
     config = _config(source, spec)
-    temporary = temporary_beside(out)
     try:
-        temporary.mkdir()
-        quantized = _write_shards(checkpoint, spec, temporary, progress)
-        for file in sorted(source.iterdir()):
-            if file.is_file() and file.suffix in _COMPANIONS and not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, temporary / file.name)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        Checkpoint(temporary).validate(load_config(temporary))
-        temporary.replace(out)
+        with temporary_beside(out) as temporary:
+            quantized = _write_shards(checkpoint, spec, temporary, progress)
+            for file in sorted(source.iterdir()):
+                if file.is_file() and file.suffix in _COMPANIONS and not file.name.endswith(".safetensors.index.json"):
+                    shutil.copyfile(file, temporary / file.name)
+            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            Checkpoint(temporary).validate(load_config(temporary))
+            temporary.replace(out)
     except OSError as error:
         raise WeightError(f"{out}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return load_config(out), quantized
 
 

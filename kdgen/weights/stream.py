@@ -6,27 +6,21 @@ goes wrong, an interrupt included. What a writer that was killed left behind goe
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import os
-import re
 import shutil
-import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.errors import WeightError
-
-#: How long a writer may be silent before its leavings count as abandoned.
-_ABANDONED_SECONDS = 3600
+from kdgen.temporary import remove_abandoned, temporary_file, temporary_folder
 
 
 @dataclass(frozen=True)
@@ -56,48 +50,50 @@ def write_stream(
         if count > 1:
             raise WeightError(f"{path}: tensor name {name!r} is taken twice")
     header = _header(tensors, {**metadata, **(late() if late else {})})
-    temporary = temporary_beside(path)
+    remove_leavings(path)
     try:
         _need_room(path, len(header) + sum(tensor.nbytes for tensor in tensors))
-        with temporary.open("xb") as file:
-            file.write(header)
-            waiting = iter(tensors)
-            current, left = Announced("", "", (), 0), 0
-            for name, piece in pieces:
-                while left == 0 and name != current.name:
-                    current = next(waiting, Announced(name, "", (), 0))
-                    left = current.nbytes
-                if name != current.name or piece.nbytes > left:
-                    raise WeightError(f"{path}: {piece.nbytes} bytes of tensor {name!r} came where {left} of {current.name!r} were due")
-                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-                left -= piece.nbytes
-            short = current.name if left else next((tensor.name for tensor in waiting if tensor.nbytes), None)
-            if short is not None:
-                raise WeightError(f"{path}: tensor {short!r} is missing or incomplete")
-            if late:
-                final = _header(tensors, {**metadata, **late()})
-                if len(final) != len(header):
-                    raise ValueError("metadata has changed its length while the file was written")
-                file.seek(0)
-                file.write(final)
-            file.flush()
-            os.fsync(file.fileno())  # a full disk may show only here
-        temporary.replace(path)
+        with temporary_file(path.parent, f".{path.name}.", ".tmp") as temporary:
+            with temporary.open("r+b") as file:
+                _fill(path, file, header, tensors, pieces)
+                if late:
+                    final = _header(tensors, {**metadata, **late()})
+                    if len(final) != len(header):
+                        raise ValueError("metadata has changed its length while the file was written")
+                    file.seek(0)
+                    file.write(final)
+                file.flush()
+                os.fsync(file.fileno())  # a full disk may show only here
+            temporary.replace(path)
     except OSError as error:
         raise WeightError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # a read-only file system refuses even what is not there
-            temporary.unlink(missing_ok=True)
 
 
-def temporary_beside(path: Path) -> Path:
-    """Another name in ``path``'s folder, free to be written; whatever killed writers of ``path`` left there under such names goes."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if re.fullmatch(r"[0-9a-f]{32}", left.name[len(path.name) + 2 : -len(".tmp")]):
-            with contextlib.suppress(OSError):  # somebody else may be removing it
-                if time.time() - max(part.lstat().st_mtime for part in (left, *left.glob("*"))) > _ABANDONED_SECONDS:
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+def _fill(path: Path, file: BinaryIO, header: bytes, tensors: Sequence[Announced], pieces: Iterable[tuple[str, NDArray[Any]]]) -> None:
+    file.write(header)
+    waiting = iter(tensors)
+    current, left = Announced("", "", (), 0), 0
+    for name, piece in pieces:
+        while left == 0 and name != current.name:
+            current = next(waiting, Announced(name, "", (), 0))
+            left = current.nbytes
+        if name != current.name or piece.nbytes > left:
+            raise WeightError(f"{path}: {piece.nbytes} bytes of tensor {name!r} came where {left} of {current.name!r} were due")
+        file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        left -= piece.nbytes
+    short = current.name if left else next((tensor.name for tensor in waiting if tensor.nbytes), None)
+    if short is not None:
+        raise WeightError(f"{path}: tensor {short!r} is missing or incomplete")
+
+
+def temporary_beside(path: Path) -> AbstractContextManager[Path]:
+    """A new folder beside ``path``, to become ``path``; one that is left at the end is removed."""
+    return temporary_folder(path.parent, f".{path.name}.", ".tmp")
+
+
+def remove_leavings(path: Path) -> None:
+    """Remove what killed writers of ``path`` left beside it."""
+    remove_abandoned(path.parent, f".{path.name}.", ".tmp")
 
 
 def _need_room(path: Path, needed: int) -> None:

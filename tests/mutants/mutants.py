@@ -44,6 +44,12 @@ TEMPLATES = [
         "templates/lib/argmax.cuh.j2",
         ("ties to the higher id", "b.index < a.index", "b.index > a.index"),
         ("the last warp is left out", "cluster_thread() < WARPS ?", "cluster_thread() < WARPS - 1 ?"),
+        ("the first warp alone says whether logits are finite", "marked(best.index, warp_finite)", "best.index"),
+        (
+            "an infinity is finite",
+            "zero += 0.0f * logits[a].values[v];",
+            "zero += logits[a].values[v] == logits[a].values[v] ? 0.0f : 0.0f * logits[a].values[v];",
+        ),
         ("warps are joined before all of the cluster's have come", "  wait_for_cluster(arrived);\n", ""),
     ),
     *_in(
@@ -689,9 +695,10 @@ TEMPLATES = [
     ),
     *_in(
         "peer_argmax",
-        ("the best of this rank alone", "best = better(best, Best{words[rank][0], __float_as_int(words[rank][1])});", ";"),
+        ("the best of this rank alone", "best = better(best, Best{words[rank][0], marked(token, token >= 0)});", ";"),
+        ("the last rank alone says whether logits are finite", "finite = finite && token >= 0;", "finite = token >= 0;"),
         ("a rank's ids begin at 0", "best.index += first_token;", ";"),
-        ("a row of NaNs has a token of the last rank", "best.index : 0;", "best.index : VOCAB * RANKS - 1;"),
+        ("a row of NaNs has a token of the last rank", "best.index : 0, finite", "best.index : VOCAB * RANKS - 1, finite"),
     ),
     *_in(
         "peer_gather",
@@ -725,7 +732,8 @@ TEMPLATES = [
     ),
     *_in(
         "rank_choice",
-        ("ties between ranks to the higher id", "theirs[1] < token", "theirs[1] > token"),
+        ("ties between ranks to the higher id", "id < token", "id > token"),
+        ("the last rank alone says whether logits are finite", "finite = finite && theirs[1] >= 0;", "finite = theirs[1] >= 0;"),
         ("ranks' rows as many as there are tokens", "rank * rows + token_row", "rank * *num_tokens + token_row"),
     ),
     *_in(
