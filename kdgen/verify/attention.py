@@ -369,13 +369,12 @@ def check_combine(bench: Bench) -> None:
 
     expected, error = parts.joined(heads, wgmma)
     check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})
-    if not wgmma:  # more splits than weights are made for at a time, the last of which outweighs the others
-        long = drawn_parts(bench, wgmma, 2, p.block + FEW_SPLITS)
-        for row in range(2):
-            long.maxima[row, long.live[row].sum() - 1] += 32
-        expected, error = long.joined(heads, wgmma)
-        got = run(np.arange(2), parts=long)["output"]
-        bench.findings.close("output of many splits", got, expected, error + tolerances.stored(expected, bench.act))
+    # more splits than weights are made for at a time, and a last one that outweighs the others by more than a float holds
+    long = drawn_parts(bench, wgmma, 2, MANY_SPLITS if wgmma else p.block + FEW_SPLITS)
+    long.maxima[0, -1] += 256
+    expected, error = long.joined(heads, wgmma)
+    got = run(np.arange(2), parts=long)["output"]
+    bench.findings.close("output of many splits", got, expected, error + tolerances.stored(expected, bench.act))
     if twin:
         every = np.arange(most)
         bench.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])

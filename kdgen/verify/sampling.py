@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.reference import sampling as reference
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, split_guard
+
+Array = NDArray[Any]
 
 CHECKS: Registry = {}
 #: Relative rounding of a float32 sum over the vocabulary, and absolute rounding of logf and of scores up to a hundred.
@@ -32,15 +37,21 @@ def check_sample(bench: Bench) -> None:
     logits[1::3] = np.round(logits[1::3])  # ties at every threshold
     lowered = -np.floor(np.abs(logits[2::6]))
     logits[2::6] = np.where(lowered == 0, np.copysign(np.float32(0), logits[2::6]), lowered)  # the largest are zeros of both signs
-    for row in range(3, most, 4):
-        _plant(bench, logits[row], equal=row % 8 == 3)
-    sequence = (np.arange(most) % len(CHOICES)).astype(np.int32)
-    position = bench.rng.integers(0, 1000, most).astype(np.int32)
-    greedy = logits.argmax(axis=1).astype(np.int32)
-    greedy[4::5] = ~greedy[4::5]  # argmax says that the row is not finite: nothing is drawn
-    drawn = np.array([reference.draw(logits[m], CHOICES[sequence[m]], int(position[m]) + 1) for m in range(most)])
+    run = _draws(bench, logits, np.arange(most) % len(CHOICES))
+    base = run(np.arange(most))["next_token"]
+    check_rows(bench, run, {"next_token": (base, np.zeros(1))})
+    planted, sequence = _planted(bench)
+    _draws(bench, planted, sequence)(np.arange(len(planted)))
+    bench.release()
 
-    def run(rows: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+
+def _draws(bench: Bench, logits: NDArray[np.float32], sequence: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], dict[str, Array]]:
+    """Draws for chosen rows of ``logits`` [rows, vocab], row m as CHOICES[sequence[m]] says at a random position, each seen to be right."""
+    position = bench.rng.integers(0, 1000, len(logits)).astype(np.int32)
+    greedy = logits.argmax(axis=1).astype(np.int32)
+    drawn = np.array([reference.draw(row, CHOICES[c], int(at) + 1) for row, c, at in zip(logits, sequence, position, strict=True)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         chosen = np.full(guard(count), -1, np.int32)
         chosen[:count] = greedy[rows]
@@ -49,29 +60,34 @@ def check_sample(bench: Bench) -> None:
         temperature, top_p, min_p = (bench.input(np.array(values, np.float32)) for values in floats)
         top_k = bench.input(np.array([c.top_k for c in CHOICES], np.int32))
         seeds = bench.input(np.array([c.seed for c in CHOICES], np.uint64).view(np.int32))
-        rows_in = bench.input(logits[rows]), bench.input(sequence[rows]), bench.input(position[rows])
+        rows_in = bench.input(logits[rows]), bench.input(sequence[rows].astype(np.int32)), bench.input(position[rows])
         bench.launch(bench.integer(count), *rows_in, temperature, top_k, top_p, min_p, seeds, device, tokens=count)
         got = split_guard(bench, "next_token", bench.read(device), count)
         for m, token in zip(rows, got, strict=True):
             choice = CHOICES[sequence[m]]
-            if greedy[m] < 0:
-                bench.findings.equal(f"token of row {m}, whose logits are not finite", np.array([token]), greedy[m : m + 1])
-            elif token != drawn[m] and not may_draw(logits[m], choice, int(position[m]) + 1, int(token)):
+            if token != drawn[m] and not may_draw(logits[m], choice, int(position[m]) + 1, int(token)):
                 bench.findings.problem(f"row {m}, {choice}: token {token} instead of {drawn[m]}")
         return {"next_token": got}
 
-    base = run(np.arange(most))["next_token"]
-    check_rows(bench, run, {"next_token": (base, np.zeros(1))})
+    return run
 
 
-def _plant(bench: Bench, logits: NDArray[np.float32], equal: bool) -> None:
-    """Leaves a row of few tokens that can be drawn, in places all over it: a thread that skips some of its tokens loses some of them, or
-    counts too few for a filter. ``equal``: all are as probable, so that top-k keeps the lowest of them.
+def _planted(bench: Bench) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Logits [rows, vocab] in which few tokens can be drawn at all, and which choice draws from each row.
+
+    The first rows have one token each, in the first, the second and the last pass of a block's threads over the vocabulary. The others
+    have up to PLANTED all over it, as probable as each other, so that top-k keeps the lowest, or a little less so one after another: a
+    thread that leaves some tokens out counts too few for a filter, or draws another.
     """
-    places = bench.rng.permutation(len(logits))[:PLANTED]
-    places[:2] = 0, len(logits) - 1
-    logits[:] = -60
-    logits[places] = 0 if equal else -0.02 * np.arange(len(places))
+    vocab, block = bench.p.vocab, bench.p.block
+    alone = np.unique(np.minimum([0, block - 1, block, 2 * block - 1, (vocab - 1) // block * block, vocab - 1], vocab - 1))
+    sequence = np.concatenate([np.ones(len(alone), int), np.repeat(np.arange(1, len(CHOICES)), 4)])
+    logits = np.full((len(sequence), vocab), -60, np.float32)
+    logits[np.arange(len(alone)), alone] = 0
+    for row in range(len(alone), len(logits)):
+        places = bench.rng.permutation(vocab)[:PLANTED]
+        logits[row, places] = 0 if row % 4 == 0 else -0.02 * np.arange(len(places))
+    return logits, sequence
 
 
 def may_draw(logits: NDArray[np.float32], choice: Sampling, position: int, token: int) -> bool:
