@@ -30,7 +30,12 @@ from kdgen.verify import tolerances
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.sampling import may_draw
+from kdgen.weights.pack import CheckpointWeights
 from kdgen.weights.random import random_weights
+
+
+#: Weights are packed in parts of so many bytes, as those of large models are, whose matrices do not fit one of the usual size.
+PART_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def check_exactness(
     """
     weights = random_weights(spec, situation.weights_seed)
     limits = Limits(situation.max_tokens, situation.context, situation.slots)
-    engine = Engine(spec, build_plan(spec, compute, limits).on(family), backend, weights.__getitem__)
+    parts = CheckpointWeights(weights.__getitem__, part_bytes=PART_BYTES)
+    engine = Engine(spec, build_plan(spec, compute, limits).on(family), backend, parts)
     alone = [_decode_alone(engine, draw) for draw in situation.requests]
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""

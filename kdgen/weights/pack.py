@@ -53,14 +53,16 @@ class PackedWeights(ABC):
 
 
 class CheckpointWeights(PackedWeights):
-    """Checkpoint tensors, packed when they are asked for. ``file_of`` says which file a tensor is in."""
+    """Checkpoint tensors, packed when asked for, in parts of ``part_bytes`` at most. ``file_of`` says which file a tensor is in."""
 
-    def __init__(self, tensors: Tensors, where: str = "", file_of: Callable[[str], object] | None = None) -> None:
-        self._tensors, self.where, self._file_of = tensors, where, file_of
+    def __init__(
+        self, tensors: Tensors, where: str = "", file_of: Callable[[str], object] | None = None, part_bytes: int = PART_BYTES
+    ) -> None:
+        self._tensors, self.where, self._file_of, self._part_bytes = tensors, where, file_of, part_bytes
 
     def parts(self, weight: Weight, layer: int) -> Iterator[Array]:
         try:
-            yield from packed_parts(weight, layer, self._tensors)
+            yield from packed_parts(weight, layer, self._tensors, self._part_bytes)
         except _NotFiniteError as error:
             file = f"{self._file_of(error.key)}: " if self._file_of else ""
             raise WeightError(f"{file}{error}; the file is damaged: download it again") from None
@@ -81,14 +83,16 @@ class _NotFiniteError(WeightError):
         super().__init__(f"{key}: element {list(index)} {what}")
 
 
-def packed_parts(weight: Weight, layer: int, tensors: Tensors) -> Iterator[Array]:
-    """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long.
+def packed_parts(weight: Weight, layer: int, tensors: Tensors, part_bytes: int = PART_BYTES) -> Iterator[Array]:
+    """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long. A piece has
+    ``part_bytes`` at most, or one expert, or 16 rows.
 
     Raises WeightError for a value that is NaN or infinite, naming its checkpoint tensor.
     """
     part = tensors if weight.part is None else functools.partial(_part, weight.part, tensors)
     sources = [source.replace("{i}", str(layer)) for source in weight.sources]
-    tasks = (functools.partial(_finite, weight, sources, tensors, place, task) for place, task in enumerate(_tasks(weight, sources, part)))
+    packing = enumerate(_tasks(weight, sources, part, part_bytes))
+    tasks = (functools.partial(_finite, weight, sources, tensors, place, task) for place, task in packing)
     if weight.stored_bytes <= _INLINE_BYTES:
         return (task() for task in tasks)
     return in_order(tasks)
@@ -111,7 +115,7 @@ def _finite(weight: Weight, sources: list[str], tensors: Tensors, place: int, ta
     raise WeightError(f"{weight.device_name(0)}: was damaged while it was packed")
 
 
-def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Callable[[], Array]]:
+def _tasks(weight: Weight, sources: list[str], tensors: Tensors, part_bytes: int) -> Iterator[Callable[[], Array]]:
     """One call a part. What a call maps of the checkpoint is let go when it returns (a matrix's, when its last part is done)."""
     if weight.assembly in ("experts", "experts_gate_up"):
         pack = _int4_expert if weight.group_size else _expert
@@ -125,10 +129,10 @@ def _tasks(weight: Weight, sources: list[str], tensors: Tensors) -> Iterator[Cal
         stack = _stack(weight, [tensors(source) for source in sources])
         _, rows, cols = weight.logical
         if weight.layout == "k_major":
-            step = max(1, PART_BYTES // (rows * 4))
+            step = max(1, part_bytes // (rows * 4))
             yield from (functools.partial(_columns, weight, stack, at, min(at + step, cols)) for at in range(0, cols, step))
         else:
-            step = max(1, PART_BYTES // (cols * 4 * 16)) * 16
+            step = max(1, part_bytes // (cols * 4 * 16)) * 16
             yield from (functools.partial(_rows, weight, stack, at, min(at + step, rows)) for at in range(0, rows, step))
 
 

@@ -135,8 +135,8 @@ def test_several_cache_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- whole weights ----------------------------------------------------------------------------------------------------------
 
 
-def parts_of(weight: Weight, layer: int, tensors: Callable[[str], Array]) -> list[bytes]:
-    return [part.tobytes() for part in packed_parts(weight, layer, tensors)]
+def parts_of(weight: Weight, layer: int, tensors: Callable[[str], Array], part_bytes: int = pack.PART_BYTES) -> list[bytes]:
+    return [part.tobytes() for part in packed_parts(weight, layer, tensors, part_bytes)]
 
 
 def counted(spec: Spec) -> dict[str, Array]:
@@ -149,13 +149,15 @@ def counted(spec: Spec) -> dict[str, Array]:
     return found
 
 
-def packed(spec: Spec, compute: str, weights: Mapping[str, Array] | None = None) -> dict[str, bytes]:
+def packed(
+    spec: Spec, compute: str, weights: Mapping[str, Array] | None = None, part_bytes: int = pack.PART_BYTES
+) -> dict[str, bytes]:  # fmt: skip
     weights = weights or random_weights(spec, 1)
     plan = build_plan(spec, compute)  # type: ignore[arg-type]
     found = {}
     for weight in plan.weights:
         for layer in range(*weight.layers) if weight.layers else (0,):
-            found[weight.device_name(layer)] = b"".join(parts_of(weight, layer, weights.__getitem__))
+            found[weight.device_name(layer)] = b"".join(parts_of(weight, layer, weights.__getitem__, part_bytes))
             assert len(found[weight.device_name(layer)]) == weight.stored_bytes, weight.name
     return found
 
@@ -169,10 +171,9 @@ def test_every_weight_of_any_model_has_its_announced_size(spec: Spec, seed: int)
 def test_small_parts_and_threads_change_nothing(spec: Spec) -> None:
     whole = {compute: packed(spec, compute) for compute in ("f32", "bf16")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "PART_BYTES", 300)
         patch.setattr(pack, "_INLINE_BYTES", 0)
         for compute, expected in whole.items():
-            assert packed(spec, compute) == expected
+            assert packed(spec, compute, part_bytes=300) == expected
 
 
 def test_what_fails_in_a_thread_fails_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
