@@ -33,7 +33,6 @@ from kdgen.verify.sampling import may_draw
 from kdgen.weights.pack import CheckpointWeights
 from kdgen.weights.random import random_weights
 
-
 #: Weights are packed in parts of so many bytes, as those of large models are, whose matrices do not fit one of the usual size.
 PART_BYTES = 1 << 14
 
