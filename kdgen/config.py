@@ -22,7 +22,7 @@ from typing import Any
 
 from kdgen.errors import Finding, SpecError
 from kdgen.fields import show, show_key
-from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
+from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, is_reserved, read_text
 
 FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite")
 WRAPPERS = ("kimi_k25",)
@@ -331,6 +331,8 @@ def parse_config(text: str, name: str = "model", file: str = "config.json") -> S
 def spec_name(folder: str) -> str:
     """A spec name for a model folder: lower case, anything that names may not hold turned into dashes."""
     name = re.sub(r"[^a-z0-9_.-]+", "-", folder.lower()).strip("-._")[:64].rstrip("-._")
+    if is_reserved(name):
+        name = f"model-{name}"
     return name if name and name[0].isalnum() else "model"
 
 

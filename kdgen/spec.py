@@ -53,10 +53,15 @@ def _ids(value: object) -> object:
 _RESERVED = frozenset({"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))})
 
 
+def is_reserved(name: str) -> bool:
+    """Whether Windows has no file or folder called ``name``, which is in lower case."""
+    return name.split(".")[0] in _RESERVED
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", value):
         raise ValueError("must match [a-z0-9][a-z0-9_.-]*, for it names folders and generated files")
-    if len(value) > 64 or value.endswith(".") or value.split(".")[0] in _RESERVED:
+    if len(value) > 64 or value.endswith(".") or is_reserved(value):
         raise ValueError("is no portable folder name (at most 64 characters, no final dot, no device name)")
     return value
 

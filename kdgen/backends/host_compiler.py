@@ -86,6 +86,8 @@ class HostCompiler:
             except OSError as error:
                 raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
             if done.returncode:
+                if reason := _no_room(done.stderr + done.stdout):
+                    raise CompileError(f"{what}: {command[0]} could not write its files in {output.parent.parent}: {reason}")
                 raise CompileError(f"{what}: {' '.join(self.command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
         try:
             with output.open("rb") as file:
@@ -94,6 +96,13 @@ class HostCompiler:
             written = False
         if not written:
             raise CompileError(f"{what}: {' '.join(self.command)} succeeded, but wrote no shared library: it is no C++ compiler for Linux")
+
+
+def _no_room(log: str) -> str:
+    """Why the compiler could not write a file, if its log says so; GCC takes that for a bug of its own."""
+    if "File size limit exceeded" in log or "File too large" in log:
+        return "a limit of this process forbids files as large as that (ulimit -f)"
+    return "its disk is full; TMPDIR names another folder" if "No space left on device" in log else ""
 
 
 def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:

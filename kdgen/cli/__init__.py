@@ -11,13 +11,15 @@ import dataclasses
 import errno
 import importlib
 import importlib.util
+import io
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
@@ -68,6 +70,11 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, summary in self.summaries if name in listed])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click has it, but messages that cannot be written change nothing, the exit code least of all."""
+        _lose_what_cannot_be_written(sys.stderr)
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command and turn what it raises into the exit codes above."""
         from kdgen.cli.output import printable, take_any_character  # not for --help
@@ -111,7 +118,11 @@ class LazyGroup(click.Group):
                 traceback.print_exc()
             else:
                 file = "" if error.filename is None else f"{printable(str(error.filename))}: "
-                hint = "; TMPDIR names another folder for temporary files" if error.errno == errno.ENOSPC else ""
+                hints = {
+                    errno.ENOSPC: "; TMPDIR names another folder for temporary files",
+                    errno.EFBIG: "; ulimit -f limits this process",
+                }
+                hint = hints.get(error.errno or 0, "")
                 click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where{hint})", err=True)
             try:
                 sys.stdout.flush()
@@ -193,6 +204,27 @@ def _end_behind(error: Exception) -> int | None:
     while behind is not None and not isinstance(behind, SystemExit):
         behind = behind.__context__
     return behind.code if behind is not None and isinstance(behind.code, int) and behind.code > 128 else None
+
+
+def _lose_what_cannot_be_written(stream: TextIO | None) -> None:
+    """From the first error on, such as a full disk, ``stream`` writes to nowhere."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return
+
+    def forgiving(call: Callable[..., Any]) -> Callable[..., Any]:
+        def tried(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except BrokenPipeError:
+                raise
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                    return call(*args)
+
+        return tried
+
+    stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)  # type: ignore[method-assign]
 
 
 def _discard_output() -> None:

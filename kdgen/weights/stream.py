@@ -52,8 +52,8 @@ def write_stream(
     header = _header(tensors, {**metadata, **(late() if late else {})})
     remove_leavings(path)
     try:
-        _need_room(path, len(header) + sum(tensor.nbytes for tensor in tensors))
-        with temporary_file(path.parent, f".{path.name}.", ".tmp") as temporary:
+        with temporary_file(path.parent, f".{path.name}.", ".tmp") as temporary:  # a read-only file system says so, and not that it is full
+            _need_room(path, len(header) + sum(tensor.nbytes for tensor in tensors))
             with temporary.open("r+b") as file:
                 _fill(path, file, header, tensors, pieces)
                 if late:

@@ -343,3 +343,13 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
 def test_size_text_and_printable() -> None:
     assert [size_text(n) for n in (0, 1023, 1536, 3 << 30, 5 << 50)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5120.0 TiB"]
     assert printable("größe\x1b\n") == "größe\\x1b\\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+def test_messages_that_cannot_be_written_change_no_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: 3")
+    for code, arguments in ((0, ["cache", "dir"]), (2, ["plan", str(tmp_path / "bad.yaml")]), (2, ["--nonsense"]), (2, ["nonsense"])):
+        program = [sys.executable, "-c", "from kdgen.cli import main; main()", *arguments]
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(program, stdout=subprocess.PIPE, stderr=full, check=False, timeout=60)
+        assert done.returncode == code, arguments

@@ -248,6 +248,17 @@ def test_files(tmp_path: Path) -> None:
     assert load_config(folder).name == "kimi-k2.5-instruct"
 
 
-@pytest.mark.parametrize(("folder", "name"), [("", "model"), ("...", "model"), ("漢", "model"), ("A_b.C", "a_b.c"), ("x" * 99, "x" * 64)])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "model"),
+        ("...", "model"),
+        ("漢", "model"),
+        ("A_b.C", "a_b.c"),
+        ("x" * 99, "x" * 64),
+        ("CON", "model-con"),
+        ("lpt1.x", "model-lpt1.x"),
+    ],
+)
 def test_names_from_folders(folder: str, name: str) -> None:
     assert spec_name(folder) == name

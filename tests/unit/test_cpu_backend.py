@@ -507,6 +507,23 @@ def test_cxx_without_a_closing_quotation() -> None:
         host_compiler.find({"CXX": '"c++', "PATH": os.environ["PATH"]})
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("g++: internal compiler error: File size limit exceeded signal terminated program cc1plus, submit a bug report", "ulimit -f"),
+        ("as: unit.o: No space left on device", "its disk is full; TMPDIR names another folder"),
+    ],
+)
+def test_a_compiler_without_room_is_no_bug(tmp_path: Path, log: str, said: str) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\necho '{log}' >&2\nexit 4\n")
+    compiler.chmod(0o755)
+    with pytest.raises(CompileError) as error:
+        HostCompiler((str(compiler),), "gcc", "").build(tmp_path / "x.cpp", tmp_path / "x.so", flags=(), libraries=(), what="a kernel")
+    assert str(error.value).startswith(f"a kernel: {compiler} could not write its files in ") and said in str(error.value)
+    assert "bug" not in str(error.value)
+
+
 def test_a_limit_is_no_missing_compiler() -> None:
     script = """
 import resource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -294,3 +295,16 @@ def test_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     assert code == 0
     assert (tmp_path / "m.kdtr").stat().st_size > 250e6
     assert grown < 100, f"{grown} MiB"
+
+
+def test_a_read_only_file_system_is_not_called_full(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".tmp"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, mode)
+
+    real = os.open
+    monkeypatch.setattr("kdgen.temporary.os.open", read_only)
+    monkeypatch.setattr("kdgen.weights.stream.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    out = tmp_path / "model.kdtr"
+    assert refused("import", str(folder), str(out)).endswith(f"kdgen: error: {out}: cannot be written: Read-only file system\n")
