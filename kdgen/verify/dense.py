@@ -171,6 +171,8 @@ def check_embed(bench: Bench) -> None:
     if p.sharded:
         _check_sharded_embed(bench, table, tokens, expected)
         return
+    tokens[2::5] = ~tokens[2::5]  # roots that logits with a NaN or an infinity chose
+    expected[2::5] = table[0]
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)

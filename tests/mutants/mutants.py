@@ -117,6 +117,7 @@ TEMPLATES = [
     ),
     *_in(
         "embed",
+        ("a negative root is an index", "max(tokens[token_row], 0)", "tokens[token_row]"),
         (
             "one token row too many",
             "{% else %}\n  if (token_row >= *num_tokens || i >= HIDDEN) return;",
@@ -925,6 +926,7 @@ TEMPLATES = [
     ),
     *_in(
         "sample",
+        ("draws where logits are not finite", "if (greedy < 0) return;", ";"),
         ("noise keyed by row instead of position", "row_position[token_row] + 1;", "token_row + 1;"),
         ("seed's low word twice", "(u32)seed[2 * sequence + 1]", "(u32)seed[2 * sequence]"),
         ("the same noise for four tokens", "const u32 word = token % 4;", "const u32 word = position % 4;"),
