@@ -35,7 +35,8 @@ class Rendered:
 
     @property
     def source(self) -> Source:
-        return Source(self.kernel.name, self.text, self.kernel.block, self.kernel.smem, overlaps=True, cluster=self.kernel.cluster)
+        kernel = self.kernel
+        return Source(kernel.name, self.text, kernel.block, kernel.smem, overlaps=True, cluster=kernel.cluster, early=kernel.early)
 
 
 def _finalize(value: object) -> object:

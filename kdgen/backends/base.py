@@ -33,6 +33,8 @@ class Source:
     overlaps: bool = False
     #: Blocks that a block's threads are divided among where a GPU has clusters; each has ``smem``.
     cluster: int = 1
+    #: Parameters by name through which it reads or writes before it has waited, besides those that are ``__restrict__``.
+    early: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ NUMPY_DTYPES: dict[DType, np.dtype[np.generic]] = {
     "u8": np.dtype(np.uint8),
 }
 
-_SHUFFLED, _LATE_COPIES, _CHECK = 1, 2, 4  # LaunchFlags in runtime/state.h
+_SHUFFLED, _LATE_COPIES, _CHECK, _OVERLAPS = 1, 2, 4, 8  # LaunchFlags in runtime/state.h
 _FLAGS: dict[Mode, int] = {"plain": 0, "shuffled": _SHUFFLED | _LATE_COPIES, "checker": _SHUFFLED | _LATE_COPIES | _CHECK}
 _FINISHED, _FAILED = 0, 1  # LaunchResult in runtime/runtime.cpp
 _MAP_NORESERVE = 0x4000  # Linux promises the memory, however much; Python names it from 3.13 on
@@ -79,6 +79,7 @@ class _Error(ctypes.Structure):
         ("where", ctypes.c_uint32),
         ("other", ctypes.c_uint32),
         ("buffer", ctypes.c_uint64),
+        ("earlier", ctypes.c_uint64),
     )
 
 
@@ -98,6 +99,8 @@ class _Launch(ctypes.Structure):
         ("slice_ms", ctypes.c_uint32),
         ("patience_ms", ctypes.c_uint32),
         ("next_block", ctypes.c_uint32),
+        ("early", ctypes.c_uint64),
+        ("used_early", ctypes.c_uint64),
         ("error", _Error),
     )
 
@@ -108,6 +111,7 @@ class _LoadedKernel:
     address: int  # of its EmuKernel
     parameters: str
     library: Path
+    early: int  # a bit a parameter that may be read or written through before the kernel waits
 
 
 class _Runtime:
@@ -134,6 +138,9 @@ class _Runtime:
         self._host_wrote = library.emu_host_wrote
         self._host_wrote.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._host_wrote.restype = None
+        self._settle = library.emu_settle
+        self._settle.argtypes = ()
+        self._settle.restype = None
         self.signal, self.wait = bind(library)
 
     def launch(self, launch: _Launch) -> int:
@@ -153,6 +160,10 @@ class _Runtime:
     def host_wrote(self, address: int, nbytes: int) -> None:
         with self.lock:
             self._host_wrote(address, nbytes)
+
+    def settle(self) -> None:
+        with self.lock:
+            self._settle()
 
 
 class _Allocation:
@@ -208,6 +219,7 @@ class CpuBackend(Backend):
         self._os_threads = min(wanted, MAX_OS_THREADS) if mode == "plain" else 1
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
+        self._used_early: dict[str, int] = {}  # of a kernel, a bit a parameter
         self._shared: SharedGather | None = None
         self._share_of_memory: int | None = None  # bytes, of a rank
         self._lock = threading.Lock()
@@ -232,7 +244,8 @@ class CpuBackend(Backend):
         loaded = {}
         for source in sources:
             entry = _Kernel.in_dll(library, f"emu_kernel_{source.name}")
-            loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), bytes(entry.parameters).decode(), path)
+            parameters = bytes(entry.parameters).decode()
+            loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), parameters, path, _early_parameters(source) if source.overlaps else 0)
         with self._lock:
             self._kernels.update(loaded)
 
@@ -250,20 +263,30 @@ class CpuBackend(Backend):
             threads=block,
             shared_bytes=min(smem * loaded.source.cluster, SHARED_LIMIT),  # here a cluster is one block
             os_threads=self._os_threads,
-            flags=_FLAGS[self.mode],
+            flags=_FLAGS[self.mode] | (_OVERLAPS if loaded.source.overlaps else 0),
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,
             slice_ms=SLICE_MS,
             patience_ms=PATIENCE_MS,
+            early=loaded.early,
         )
         runtime = self._runtime
         with runtime.lock:
             while (result := runtime.launch(launch)) not in (_FINISHED, _FAILED):
                 pass  # between slices Python sees signals: Ctrl-C raises here, and the rest of the launch never happens
+        self._used_early[kernel] = self._used_early.get(kernel, 0) | int(launch.used_early)
         if result == _FAILED:
-            raise BackendError(_explain(loaded, launch.error, args))
+            earlier = next((each for each in self._kernels.values() if each.address == launch.error.earlier), loaded)
+            raise BackendError(_explain(loaded, launch.error, args, earlier))
+
+    def unused_early(self, kernel: str) -> tuple[str, ...]:
+        """What the plan lets a loaded kernel use before it waits (``Source.early``), and no launch so far has. Known in checker mode."""
+        source, used = self._kernels[kernel].source, self._used_early.get(kernel, 0)
+        return tuple(name for i, name in enumerate(_parameter_names(source)) if name in source.early and not used >> i & 1)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a launch returns when it has ended."""
+        """Nothing to wait for: a launch returns when it has ended. For the checker, kernels that come overlap none of those before."""
+        if self.mode == "checker":
+            self._runtime.settle()
 
     # ---- ranks ------------------------------------------------------------
 
@@ -301,6 +324,7 @@ class CpuBackend(Backend):
         self._shared.run(source[: work.nbytes], target[: work.nbytes * ranks], work.name)
         if self.mode == "checker":
             self._runtime.host_wrote(work.target.array.address + work.target.offset, work.nbytes * ranks)
+        self.synchronize()
 
     # ---- memory -----------------------------------------------------------
 
@@ -325,6 +349,7 @@ class CpuBackend(Backend):
         return _memory_available() if self._share_of_memory is None else self._share_of_memory
 
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
+        self.synchronize()
         return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape)[:rows].copy()
 
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
@@ -341,6 +366,7 @@ class CpuBackend(Backend):
         _view(array)[start : start + values.nbytes] = values.reshape(-1).view(np.uint8)
         if self.mode == "checker":
             self._runtime.host_wrote(array.address + start, values.nbytes)
+        self.synchronize()
 
     def free(self, array: DeviceArray) -> None:
         _allocation(array).free()
@@ -428,19 +454,39 @@ def _slots(loaded: _LoadedKernel, args: Sequence[Argument]) -> ctypes.Array[ctyp
     return (ctypes.c_uint64 * len(values))(*values)
 
 
-def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument]) -> str:
-    """The runtime's error with kernel, block, thread, source lines and buffers by name."""
+def _declarations(source: Source) -> tuple[str, ...]:
+    """The kernel's parameters as they are declared."""
+    code = re.sub(r"//.*", "", source.text)
+    head = code.partition("__global__")[2].partition("{")[0]
+    return tuple(each.strip() for each in head[head.rindex("(") + 1 : head.rindex(")")].split(",") if each.strip())
 
-    def place(where: int) -> str:
+
+def _parameter_names(source: Source) -> tuple[str, ...]:
+    return tuple(re.split(r"[\s*]+", declaration)[-1] for declaration in _declarations(source))
+
+
+def _early_parameters(source: Source) -> int:
+    """A bit for each parameter that the kernel may use before it waits. Raises CompileError for a name that is none of them."""
+    names = _parameter_names(source)
+    if unknown := [name for name in source.early if name not in names]:
+        raise CompileError(f"kernel {source.name} has no parameter {', '.join(unknown)}, which it is to use before it waits")
+    host_only = ["__restrict__" in declaration for declaration in _declarations(source)]
+    return sum(1 << i for i, (name, only) in enumerate(zip(names, host_only, strict=True)) if only or name in source.early)
+
+
+def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument], earlier: _LoadedKernel) -> str:
+    """The runtime's error with kernel, block, thread, source lines and buffers by name; of an ``earlier`` launch, too."""
+
+    def place(where: int, kernel: _LoadedKernel = loaded) -> str:
         if where & _LINE_FLAG:
-            return f"{loaded.source.name}.cu:{where & ~_LINE_FLAG}"
-        found = line_table.lookup(loaded.library, where) if where else None
+            return f"{kernel.source.name}.cu:{where & ~_LINE_FLAG}"
+        found = line_table.lookup(kernel.library, where) if where else None
         return f"{found.file}:{found.line}" if found else ""
 
     text = bytes(error.text).decode(errors="replace")
     if error.buffer:
         text = text.replace("{buffer}", _buffer_name(int(error.buffer), args))
-    text = text.replace("{other}", place(error.other) or "unknown line")
+    text = text.replace("{other}", place(error.other, earlier) or "unknown line").replace("{earlier}", f"kernel {earlier.source.name}")
     thread = "" if error.thread == _NO_THREAD else f" block {tuple(error.block)} thread {error.thread}"
     here = place(error.where)
     return f"kernel {loaded.source.name}{thread}{f' at {here}' if here else ''}: {text}"

@@ -83,7 +83,9 @@ class Kernel:
 
     ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes. A kernel whose blocks
     take up one tile of rows after another has their number, ``row_tiles``, as its last argument. Where a GPU has clusters, a block's
-    threads are divided among the ``cluster`` blocks of one, each of which has ``smem``.
+    threads are divided among the ``cluster`` blocks of one, each of which has ``smem``. A GPU may start a kernel while the one before it
+    still runs: ``early`` names the parameters through which it reads or writes before it has waited for that, besides those that are
+    ``__restrict__``, which only the host writes.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Kernel:
     summary: str
     row_tiles: int | None = None
     cluster: int = 1
+    early: tuple[str, ...] = ()
 
 
 RowKind = Literal["tokens", "logits"]  #: rows of a launch: the step's token rows, or those of them that have logits

@@ -143,6 +143,12 @@ class Linear:
     out_float: bool = False
 
 
+#: Parameters that are old before the embedding lets any kernel start: how many token rows a step has, and where.
+COUNT, PLACES = ("num_tokens",), ("num_tokens", "row_position")
+#: The routed experts by their assignments, which the kernel that makes them hands over to those behind it.
+LISTS = ("num_active", "active_expert", "active_begin", "active_end")
+
+
 class Catalogue:
     """Builds the kernels of one spec in one mode, for one of ``ranks`` ranks: ``spec`` then is its part, ``whole`` the model."""
 
@@ -281,7 +287,8 @@ class Catalogue:
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
         grid = (Extent(row_tiles, per_processor=blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
-        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary, row_tiles)
+        early = COUNT if self.rows_are_old else ()
+        return Kernel(layer.name, "linear_mma.cu.j2", mma, warps * 32, grid, smem, cost, layer.summary, row_tiles, early=early)
 
     # ---- attention --------------------------------------------------------------------------------------------------
 
@@ -292,7 +299,8 @@ class Catalogue:
         p = params.RmsNorm(name, width, stride, eps, self.mode.act, block, vector, self.rows_are_old, chosen=False)
         cost = Cost(width * 4, width * (4 + self.mode.act_bytes), 4 * width)
         summary = "RMSNorm of the low-rank query" if x_stride else "RMSNorm of the residual"
-        return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
+        early = COUNT if self.rows_are_old else ()
+        return Kernel(name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary, early=early)
 
     def _norm_logits(self) -> Kernel:
         """The norm before the head, of the rows that have logits where not all of a step's do."""
@@ -307,7 +315,8 @@ class Catalogue:
         row = self.spec.cache_row_dim
         cost = norm.cost + Cost(self.spec.kv_lora_rank * 4, row * (4 + self.mode.act_bytes), 6 * row)
         grid, summary = (ROW_EXTENT, Extent(2), ONE), f"{norm.summary}; beside it, the cache row [c_kv | k_rope]"
-        return Kernel(p.name, "norm_and_cache.cu.j2", p, norm.block, grid, 0, cost, summary)
+        early = (*PLACES, "row_sequence", "row_slot")
+        return Kernel(p.name, "norm_and_cache.cu.j2", p, norm.block, grid, 0, cost, summary, early=early)
 
     def _linear_heads(self, layer: Linear, rotates: bool = False) -> Kernel:
         """A layer of each head for few rows, its weights in registers; ``rotates``: queries' rotary parts in blocks beside it."""
@@ -326,7 +335,7 @@ class Catalogue:
         grid = (Extent(parts + rotates), Extent(per_tokens=linear.max_tokens), Extent(layer.batch))
         turned = 2 * layer.batch * s.qk_rope_head_dim * self.mode.act_bytes if rotates else 0
         summary = f"{layer.summary}, for few rows" + ("; beside it, queries' rotary parts" if rotates else "")
-        return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary)
+        return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary, early=COUNT)
 
     def _norm_q_a(self) -> Kernel:
         return self._norm("rmsnorm_q_a", self.spec.q_lora_rank or 0, x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)
@@ -365,7 +374,8 @@ class Catalogue:
                 scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
-            return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, (blocks, Extent(head_tiles), ONE), smem, cost, summary)
+            grid, early = (blocks, Extent(head_tiles), ONE), ("shares", "kv_cache")
+            return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", p, 384, grid, smem, cost, summary, early=early)
         if not self.fast:
             generic = params.MlaAttentionF32(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, tile=32,
@@ -421,7 +431,7 @@ class Catalogue:
             )
             fragments = params.MlaCombineWgmma("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits)
             cost = Cost(0, width * (2 + self.mode.act_bytes), 2 * width)
-            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary)
+            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary, early=PLACES)
         p = params.MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, self.splits.shortest, vector, self.mode.act, block)
         cost = Cost(0, width * (4 + self.mode.act_bytes), 2 * width)
         return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary)
@@ -443,7 +453,7 @@ class Catalogue:
         cost = combine.cost + many.cost + Cost(0, -between)
         grid = (Extent(layer.batch), Extent(per_tokens=p.max_tokens), ONE)
         summary = f"{combine.summary}; behind that, {many.summary}, for few rows"
-        return Kernel(p.name, "combine_and_heads.cu.j2", p, p.block, grid, smem, cost, summary, cluster=cluster)
+        return Kernel(p.name, "combine_and_heads.cu.j2", p, p.block, grid, smem, cost, summary, cluster=cluster, early=PLACES)
 
     # ---- mixture of experts -----------------------------------------------------------------------------------------
 
@@ -507,7 +517,8 @@ class Catalogue:
         tiles, tokens, batch = down.grid
         grid = (replace(tiles, times=tiles.times + 1), tokens, batch)
         cost, summary = down.cost + topk.cost + sort.cost, f"{down.summary}; beside it, expert choice and assignments by expert"
-        return Kernel(p.name, "linear_and_choice.cu.j2", p, down.block, grid, max(down.smem, smem), cost, summary, down.row_tiles)
+        smem = max(down.smem, smem)
+        return Kernel(p.name, "linear_and_choice.cu.j2", p, down.block, grid, smem, cost, summary, down.row_tiles, early=COUNT)
 
     def _experts(self) -> tuple[Kernel, Kernel]:
         s = self.spec
@@ -557,7 +568,8 @@ class Catalogue:
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
         block, smem = groups * warps * 32, groups * group_bytes + lists
-        return Kernel(name, "experts_mma.cu.j2", mma, block, (units, ONE, ONE), smem, cost, summary, row_tiles)
+        early = (*LISTS, "assignments", "x", "y") if mma.inputs_are_old else LISTS
+        return Kernel(name, "experts_mma.cu.j2", mma, block, (units, ONE, ONE), smem, cost, summary, row_tiles, early=early)
 
     def _moe_combine(self) -> Kernel:
         s = self.spec
@@ -566,7 +578,7 @@ class Catalogue:
         p = params.MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, adds, block)
         cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
         grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
-        return Kernel("moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts")
+        return Kernel("moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts", early=COUNT)
 
     # ---- ends of a step ---------------------------------------------------------------------------------------------
 
@@ -593,7 +605,7 @@ class Catalogue:
         vocab, block = self.spec.vocab_size, block_for(self.spec.vocab_size // 4, 1024)
         p = params.Argmax("argmax", vocab, self.ranks > 1, block, 1 if vocab % 4 else 4, cluster_of(block))
         grid, cost = (ROW_EXTENT, ONE, ONE), Cost(0, vocab * 4, vocab)
-        return Kernel("argmax", "argmax.cu.j2", p, block, grid, 0, cost, "greedy choice", cluster=p.cluster)
+        return Kernel("argmax", "argmax.cu.j2", p, block, grid, 0, cost, "greedy choice", cluster=p.cluster, early=COUNT)
 
     def _sample(self) -> Kernel:
         vocab, block = self.whole.vocab_size, block_for(self.whole.vocab_size // 4, 1024)
@@ -654,7 +666,8 @@ class Catalogue:
         normed = replace(cast(params.RmsNorm, norm.params), cluster=blocks)
         p = params.PeerSumNorm(added.name + NORMED, added.name, normed, self.ranks, column_blocks(peer.width), peer.bias)
         cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
-        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks)
+        early = (*COUNT, "rounds", "residual")
+        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks, early=early)
 
     def _sent(self, kernel: Kernel) -> Kernel:
         """``kernel``, whose results are a rank's part of a sum, sending them to all ranks."""

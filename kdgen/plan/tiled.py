@@ -162,7 +162,8 @@ def _combine(kernel: Kernel, p: params.MlaCombineWgmma) -> Kernel:
     )  # fmt: skip
     rows, _, _ = kernel.grid
     grid = (Extent(p.heads // 8), rows, ONE)
-    return Kernel(twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, f"{kernel.summary}, for many rows")
+    summary = f"{kernel.summary}, for many rows"
+    return Kernel(twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, summary, early=kernel.early)
 
 
 def _smem_comment(smem: int) -> str:

@@ -75,6 +75,8 @@ EMU_API void emu_bulk_copy(void* dst, const void* src, int bytes, uint64_t* barr
 EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line);
 EMU_API void emu_barrier_of_warps(int id, int threads, int line);
 EMU_API void emu_fence();
+EMU_API void emu_allow_next_kernel();
+EMU_API void emu_wait_for_previous_kernel();
 EMU_API void emu_yield();
 EMU_API void emu_pause();
 EMU_API unsigned emu_active_mask();

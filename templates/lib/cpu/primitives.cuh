@@ -197,10 +197,18 @@ static inline uint4 load_old_16(const void* p, EMU_HERE) { return __ldg(static_c
 static inline u32 load_old_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
 
 // ---- one kernel after another ---------------------------------------------
-// here every launch ends before the next begins
+// here every launch ends before the next begins; the checker knows what could overlap
+#ifdef EMU_CHECKER
+static inline void allow_next_kernel() { emu_allow_next_kernel(); }
+static inline void wait_for_previous_kernel() { emu_wait_for_previous_kernel(); }
+#else
 static inline void allow_next_kernel() {}
 static inline void wait_for_previous_kernel() {}
-static inline void begin_after_previous_kernel() {}
+#endif
+static inline void begin_after_previous_kernel() {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+}
 
 // ---- clusters -------------------------------------------------------------
 // here a cluster is one block of all its threads

@@ -1,6 +1,8 @@
 // The checker: called before every access that a kernel makes (see hooks.h), it knows what every piece of device and shared memory
 // last saw, and finds accesses that hardware may order either way. Exact for the accesses that happened, whatever their order.
 //
+// Launches may overlap (overlap.h): what earlier ones did may not have happened yet for a thread that has not waited.
+//
 // Time is a counter of synchronisations. A byte's history holds the tick of each access; two accesses are ordered when a tick
 // lies between that both threads passed: the block's barrier, a __syncwarp of both, the end of a launch, or, between blocks, an
 // atomic after a fence on one side and an atomic on the same address on the other. Mbarriers and barriers of warps order only those
@@ -9,10 +11,24 @@
 #include <algorithm>
 #include "copies.h"
 
+struct PastLaunch {
+  uint32_t tick;
+  const EmuKernel* kernel;
+};
+// What a block handed over to the launches behind it when it let them begin: each thread's writes before its tick.
+struct HandedOver {
+  uint32_t first, end;  // the block's ticks
+  std::vector<uint32_t> before;
+};
+
 struct Checker {
   uint32_t tick = 1;
   uint32_t launch_tick = 1;
-  uint32_t blocks_started = 0;
+  // Everything before this tick was over before this launch could begin, on hardware that begins it as early as it may.
+  uint32_t settled = 0;
+  bool late = true;  // this launch: no thread has let the next one begin before it knew the one ahead of it to be over
+  std::vector<PastLaunch> past;   // launches since `settled`, this one last
+  std::vector<HandedOver> handed_over;  // since `settled`, in order
   std::vector<uint32_t> block_ticks;  // of this launch, in the order in which its blocks ran: one after another
   // blocks whose earlier writes the running block may read, and, by address of an atomic, what its users have released
   std::vector<bool> seen;
@@ -26,16 +42,22 @@ struct Checker {
 static Checker& checker = *new Checker;
 static uint32_t next_tick() { return ++checker.tick; }
 
-static bool checker_begin_launch(const EmuKernel* kernel, bool first_slice) {  // false: out of memory
+static bool checker_begin_launch(const EmuLaunch* launch) {  // false: out of memory
+  const EmuKernel* kernel = launch->kernel;
   Checker& c = checker;
   c.recent = nullptr;
-  if (!first_slice) return true;
+  if (launch->next_block != 0) return true;
   if (c.tick > 0xf0000000u) {  // ticks are about to wrap: forget the past, which is all ordered before this launch
     for (auto& entry : allocations) entry.second.shadow.forget();
     c.shared.forget();
-    c.tick = 0;
+    c.tick = c.settled = 0;
   }
+  if (!(launch->flags & OVERLAPS)) c.settled = next_tick();
   c.launch_tick = next_tick();
+  c.late = true;
+  while (!c.past.empty() && c.past.front().tick < c.settled) c.past.erase(c.past.begin());
+  while (!c.handed_over.empty() && c.handed_over.front().end <= c.settled) c.handed_over.erase(c.handed_over.begin());
+  c.past.push_back({c.launch_tick, kernel});
   c.block_ticks.clear();
   c.released.clear();
   const auto known = c.shared_pieces.find(kernel);
@@ -55,9 +77,13 @@ static void checker_begin_block(Worker* w) {
     w->lanes[t].sync_tick = tick;
     w->lanes[t].fenced = false;
     w->lanes[t].wgmma_fence_tick = 0;
+    w->lanes[t].fence_tick = 0;
+    w->lanes[t].waited = !(w->launch->flags & OVERLAPS);
     w->lanes[t].known.clear();
   }
   w->handovers.clear();
+  w->waited = !(w->launch->flags & OVERLAPS);
+  w->allowed = false;
 }
 
 // ---- order ----------------------------------------------------------------
@@ -125,6 +151,8 @@ static inline void check_cell(Worker* w, const Access& a, Cell& cell, const char
   cell.write_where = a.where;
   cell.state = a.is_atomic ? ATOMIC : PLAIN;
 }
+
+#include "overlap.h"
 
 // ---- the two memories -----------------------------------------------------
 static void check_shared(Worker* w, const Access& a) {
@@ -196,8 +224,12 @@ static void check_device(Worker* w, const Access& a) {
       fail(w, blame, "uninitialised: %u-byte %s of byte %td of {buffer}, which neither the host nor a kernel has written",
            a.bytes, a.kind(), static_cast<const unsigned char*>(blank) - buffer->written);
   Shadow& shadow = buffer->shadow;
-  if (const size_t piece = Shadow::pieces_for(offset, a.bytes); piece < shadow.piece && !shadow.cut(piece, c.launch_tick))
+  if (const size_t piece = Shadow::pieces_for(offset, a.bytes); piece < shadow.piece && !shadow.cut(piece, c.settled))
     fail(w, blame, "out of memory for the checker");
+  if (!a.lane->waited) {
+    for (size_t at = offset; at < offset + a.bytes; at += shadow.piece) check_early_cell(w, a, shadow.cells[at / shadow.piece], name);
+    check_early_use(w, a, buffer);
+  }
   for (size_t at = offset; at < offset + a.bytes; at += shadow.piece)
     check_cell(w, a, shadow.cells[at / shadow.piece], "{buffer}", name);
   if (!a.write) return;
@@ -289,6 +321,9 @@ static void check_mbarrier_made(Worker* w, const Lane* lane, const uint64_t* bar
 // A __syncwarp hands on what its lanes know.
 static void check_warp_synced(Warp* warp, unsigned mask) {
   Worker* w = current();
+  bool waited = false;
+  for (unsigned m = mask; m; m &= m - 1) waited = waited || warp->lanes[__builtin_ctz(m)]->waited;
+  for (unsigned m = mask; m; m &= m - 1) warp->lanes[__builtin_ctz(m)]->waited = waited;
   std::vector<uint32_t> all;
   for (unsigned m = mask; m; m &= m - 1) {
     const Lane* lane = warp->lanes[__builtin_ctz(m)];
@@ -299,7 +334,9 @@ static void check_warp_synced(Warp* warp, unsigned mask) {
   for (unsigned m = mask; m; m &= m - 1) warp->lanes[__builtin_ctz(m)]->known = all;
 }
 static void check_arrived(Worker* w, Lane* lane, const void* event) {
-  std::vector<uint32_t>& arriving = w->handovers[event].arriving;
+  Handover& handover = w->handovers[event];
+  handover.arriving_waited = handover.arriving_waited || lane->waited;
+  std::vector<uint32_t>& arriving = handover.arriving;
   know(w, arriving, lane->known);
   for (unsigned t = lane->linear & ~31u; t < w->threads && t <= (lane->linear | 31u); ++t)
     arriving[t] = std::max(arriving[t], std::min(lane->sync_tick, w->lanes[t].sync_tick));
@@ -308,8 +345,19 @@ static void check_arrived(Worker* w, Lane* lane, const void* event) {
 static void check_completed(Worker* w, const void* event) {
   Handover& handover = w->handovers[event];
   handover.completed = handover.arriving;
+  handover.completed_waited = handover.arriving_waited;
 }
-static void check_waited(Worker* w, Lane* lane, const void* event) { know(w, lane->known, w->handovers[event].completed); }
+static void check_waited(Worker* w, Lane* lane, const void* event) {
+  const Handover& handover = w->handovers[event];
+  know(w, lane->known, handover.completed);
+  lane->waited = lane->waited || handover.completed_waited;
+}
+static void check_block_synced(Worker* w) {
+  w->barrier_tick = next_tick();
+  bool waited = false;
+  for (unsigned t = 0; t < w->threads; ++t) waited = waited || w->lanes[t].waited;
+  for (unsigned t = 0; t < w->threads; ++t) w->lanes[t].waited = waited;
+}
 
 static void check_wgmma_read(Worker* w, Lane* lane, const char* p, Where where) {
   check_access(w, lane, reinterpret_cast<uintptr_t>(p), 16, false, where);

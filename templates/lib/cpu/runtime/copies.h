@@ -101,4 +101,5 @@ EMU_API void emu_fence() {
   __sync_synchronize();
   Worker* w = current();
   current_lane(w)->fenced = true;
+  if (w->launch->flags & CHECK) current_lane(w)->fence_tick = next_tick();
 }

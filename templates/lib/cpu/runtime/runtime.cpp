@@ -310,7 +310,7 @@ EMU_API int emu_launch(EmuLaunch* launch) {
   job.count = launch->grid[0] * launch->grid[1] * launch->grid[2];
   job.next = launch->next_block;
   job.deadline = started + launch->slice_ms * 1000000ull;
-  if (launch->flags & CHECK && !checker_begin_launch(launch->kernel, launch->next_block == 0)) {
+  if (launch->flags & CHECK && !checker_begin_launch(launch)) {
     launch->error = EmuError{};
     snprintf(launch->error.text, sizeof launch->error.text, "out of memory for the checker");
       return FAILED;
@@ -338,6 +338,7 @@ EMU_API int emu_launch(EmuLaunch* launch) {
       result = FAILED;
     }
   }
+  if (launch->flags & CHECK && result != UNFINISHED) checker_end_launch(result == FINISHED);
   return result;
 }
 

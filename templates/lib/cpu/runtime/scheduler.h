@@ -20,6 +20,7 @@ static void fail(Worker* w, const Blame& blame, const char* format, ...) {
   e.where = blame.where;
   e.other = blame.other;
   e.buffer = blame.buffer;
+  e.earlier = reinterpret_cast<uint64_t>(blame.earlier);
   w->failed = true;
   void* dead;
   emu_switch(&dead, w->launcher_sp);
@@ -106,7 +107,7 @@ static inline void wait_for_others(Worker* w, Lane* me) {
 // ---- the block barrier ----------------------------------------------------
 static void release_barrier(Worker* w) {
   w->barrier_count = 0;
-  if (w->launch->flags & CHECK) w->barrier_tick = next_tick();
+  if (w->launch->flags & CHECK) check_block_synced(w);
   for (unsigned i = 0; i < w->warp_count; ++i) {
     Warp& warp = w->warps[i];
     warp.runnable |= warp.at_barrier;
@@ -269,6 +270,7 @@ static Lane* end_lane(Worker* w) {  // the lane to run next, or null when the bl
   if (!next && !w->bulk_copies.empty())
     fail(w, {w->bulk_copies.front().lane, at_line(w->bulk_copies.front().line)},
          "unwaited copy: the block has ended with %zu bulk copies that nobody waited for", w->bulk_copies.size());
+  if (!next && (w->launch->flags & CHECK)) check_block_ended(w, me);
   return next;
 }
 static void fiber_main() {

@@ -24,15 +24,17 @@ typedef uint32_t Where;
 static const Where LINE_FLAG = 0x80000000u;
 static inline Where at_line(int line) { return LINE_FLAG | static_cast<Where>(line); }
 
-enum LaunchFlags : uint32_t { SHUFFLED = 1, LATE_COPIES = 2, CHECK = 4 };
+// OVERLAPS: on a GPU it may begin before the launch ahead of it has ended.
+enum LaunchFlags : uint32_t { SHUFFLED = 1, LATE_COPIES = 2, CHECK = 4, OVERLAPS = 8 };
 
 // Mirrored field for field in kdgen/backends/cpu.py.
 struct EmuError {
-  char text[1024];  // may hold {buffer} and {other}, for `buffer` and `other`
+  char text[1024];  // may hold {buffer}, {other} and {earlier}, for `buffer`, `other` and `earlier`
   uint32_t block[3];
   uint32_t thread;
   Where where, other;
-  uint64_t buffer;  // the address of the allocation in question, or 0
+  uint64_t buffer;   // the address of the allocation in question, or 0
+  uint64_t earlier;  // the EmuKernel of the earlier launch that `other` is a place in, or 0: this launch's
 };
 struct EmuLaunch {
   const EmuKernel* kernel;
@@ -47,6 +49,8 @@ struct EmuLaunch {
   uint32_t slice_ms;    // return after about so long, so that the caller can be interrupted
   uint32_t patience_ms;  // how long a block may wait for other processes
   uint32_t next_block;  // in: where to go on; out: how far it came
+  uint64_t early;  // a bit a parameter: what may be read or written through it before the thread has waited for the previous kernel
+  uint64_t used_early;  // out, a bit a parameter: where that was done
   EmuError error;
 };
 
@@ -107,6 +111,8 @@ struct Lane : EmuLane {
   bool fenced;                  // __threadfence since its last write to global memory
   CopyQueue* copies = nullptr;  // of this block, once it has any
   uint32_t wgmma_fence_tick;    // fence_for_wgmma
+  uint32_t fence_tick;          // its last __threadfence
+  bool waited;                  // for the previous kernel, itself or by being ordered after a thread that did
   // What other threads did before these ticks is ordered before what this one does now, by mbarriers and barriers of warps; empty
   // until it has waited for one.
   std::vector<uint32_t> known;
@@ -129,6 +135,7 @@ struct NamedBarrier {
 // What arrivals at an mbarrier or a barrier of warps hand on: to those that wait for the next completion, and for the last one.
 struct Handover {
   std::vector<uint32_t> arriving, completed;
+  bool arriving_waited = false, completed_waited = false;  // for the previous kernel
   // of an mbarrier: by whom it was initialised, and when
   unsigned maker = 0;
   uint32_t made_tick = 0;
@@ -160,6 +167,7 @@ struct Worker : EmuContext {
   std::map<const void*, Handover> handovers;  // checker
   // checker: ticks count synchronisations
   uint32_t block_tick, barrier_tick;
+  bool waited, allowed;  // some thread has waited for the previous kernel, and has let the next one begin
 };
 
 extern "C" {
@@ -187,6 +195,7 @@ struct Blame {
   const Lane* lane;
   Where where = 0, other = 0;
   uint64_t buffer = 0;
+  const EmuKernel* earlier = nullptr;
 };
 __attribute__((noreturn, format(printf, 3, 4))) static void fail(Worker* w, const Blame& blame, const char* format, ...);
 
@@ -200,6 +209,8 @@ static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Whe
 static void check_mbarrier(Worker* w, Lane* lane, const uint64_t* barrier, bool init, Where where);
 static void check_mbarrier_made(Worker* w, const Lane* lane, const uint64_t* barrier);
 static void check_warp_synced(Warp* warp, unsigned mask);
+static void check_block_synced(Worker* w);
+static void check_block_ended(Worker* w, const Lane* last);
 static void check_arrived(Worker* w, Lane* lane, const void* event);
 static void check_completed(Worker* w, const void* event);
 static void check_waited(Worker* w, Lane* lane, const void* event);
