@@ -132,6 +132,8 @@ class Engine:
         zeros = np.zeros(plan.limits.max_sequences, np.int32)
         self._write("root_token", zeros)
         self._write("sequence_length", zeros)
+        # kernels look where a row is before they know whether a step has it
+        self._write("row_position", np.zeros(plan.limits.max_rows, np.int32))
         self._sampling = [GREEDY] * plan.limits.max_sequences
         self._write_sampling()
 

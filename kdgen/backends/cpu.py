@@ -138,6 +138,9 @@ class _Runtime:
         self._host_wrote = library.emu_host_wrote
         self._host_wrote.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._host_wrote.restype = None
+        self._forget = library.emu_forget
+        self._forget.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._forget.restype = None
         self._settle = library.emu_settle
         self._settle.argtypes = ()
         self._settle.restype = None
@@ -160,6 +163,10 @@ class _Runtime:
     def host_wrote(self, address: int, nbytes: int) -> None:
         with self.lock:
             self._host_wrote(address, nbytes)
+
+    def forget(self, address: int, nbytes: int) -> None:
+        with self.lock:
+            self._forget(address, nbytes)
 
     def settle(self) -> None:
         with self.lock:
@@ -370,6 +377,11 @@ class CpuBackend(Backend):
 
     def free(self, array: DeviceArray) -> None:
         _allocation(array).free()
+
+    def forget(self, array: DeviceArray) -> None:
+        """Make its contents nothing, as they are in new memory."""
+        _allocation(array)
+        self._runtime.forget(array.address, array.nbytes)
 
     def label(self, array: DeviceArray, name: str) -> None:
         """Call this memory ``name`` in error messages."""

@@ -148,6 +148,13 @@ EMU_API void emu_host_wrote(void* p, size_t bytes) {
   if (a && watched(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
 }
 
+// Its contents are nothing again, for a checker that watches it.
+EMU_API void emu_forget(void* p, size_t bytes) {
+  Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
+  memset(p, POISON, bytes);
+  if (a && watched(a)) memset(a->written + (static_cast<char*>(p) - a->p), 0, bytes);
+}
+
 // ---- shared memory --------------------------------------------------------
 // Every thread of a block asks for the array of a declaration, and gets the same one.
 EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line) {
