@@ -141,6 +141,10 @@ class _Runtime:
         self._forget = library.emu_forget
         self._forget.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._forget.restype = None
+        self._adopt, self._disown = library.emu_adopt, library.emu_disown
+        for each in (self._adopt, self._disown):
+            each.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+            each.restype = None
         self._settle = library.emu_settle
         self._settle.argtypes = ()
         self._settle.restype = None
@@ -163,6 +167,14 @@ class _Runtime:
     def host_wrote(self, address: int, nbytes: int) -> None:
         with self.lock:
             self._host_wrote(address, nbytes)
+
+    def adopt(self, address: int, nbytes: int) -> None:
+        with self.lock:
+            self._adopt(address, nbytes)
+
+    def disown(self, address: int, nbytes: int) -> None:
+        with self.lock:
+            self._disown(address, nbytes)
 
     def forget(self, address: int, nbytes: int) -> None:
         with self.lock:
@@ -195,12 +207,15 @@ class _Allocation:
 class _Mapped(_Allocation):
     """Memory that NumPy holds, and this process may share with others; it goes with the last of them."""
 
-    def __init__(self, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
-        self._memory: npt.NDArray[np.uint8] | None = memory
+    def __init__(self, runtime: _Runtime, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
+        self._runtime, self._memory = runtime, memory
         self.address, self.nbytes, self.label = address, nbytes, ""
+        runtime.adopt(memory.ctypes.data, memory.nbytes)
 
     def free(self) -> None:
-        self.address, self._memory = 0, None
+        if self.address:
+            self._runtime.disown(self._memory.ctypes.data, self._memory.nbytes)
+            self.address, self._memory = 0, np.empty(0, np.uint8)
 
 
 class CpuBackend(Backend):
@@ -308,14 +323,17 @@ class CpuBackend(Backend):
         return "gather"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
-        """Its words are waited for inside kernels, block by block in one order: in plain mode alone."""
-        if self.group is None or self.mode != "plain":
+        """Its words are waited for inside kernels, block by block, so all ranks must run blocks in one order: by one mode and seed."""
+        if self.group is None:
             return super().inbox(shape, dtype)
+        order = "in order" if self.mode == "plain" else f"{self.mode} {self.seed}"
+        if len(set(self.group.exchange(order.encode()))) > 1:
+            raise BackendError("ranks that reach each other's memory run their blocks in one order, and these have other modes or seeds")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         room = -(-nbytes // 4096) * 4096
         memory = shared_memory(self.group, self.group.ranks * room)
         first = memory.ctypes.data
-        mine = _Mapped(memory, first + self.group.rank * room, nbytes)
+        mine = _Mapped(self._runtime, memory, first + self.group.rank * room, nbytes)
         addresses = first + room * np.arange(self.group.ranks, dtype=np.uint64)
         table = self.to_device(addresses.view(np.int32).reshape(-1, 2), "i32")
         return DeviceArray(shape, dtype, mine.address, nbytes, mine), table
@@ -349,7 +367,7 @@ class CpuBackend(Backend):
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         memory = np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
-        return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, _Mapped(memory, memory.ctypes.data, nbytes))
+        return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, _Mapped(self._runtime, memory, memory.ctypes.data, nbytes))
 
     def memory_limit(self) -> int | None:
         """What the system can give without swapping; among ranks, an equal share of it."""

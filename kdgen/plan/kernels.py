@@ -666,7 +666,7 @@ class Catalogue:
         normed = replace(cast(params.RmsNorm, norm.params), cluster=blocks)
         p = params.PeerSumNorm(added.name + NORMED, added.name, normed, self.ranks, column_blocks(peer.width), peer.bias)
         cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
-        early = (*COUNT, "rounds", "residual")
+        early = (*COUNT, "inboxes", "rounds", "residual")
         return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks, early=early)
 
     def _sent(self, kernel: Kernel) -> Kernel:

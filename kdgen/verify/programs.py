@@ -7,7 +7,7 @@ one token at a time, whose program is another: a wrong buffer, row or grid of on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -22,6 +22,8 @@ from kdgen.engine import Draft, Engine
 from kdgen.errors import BackendError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Limits
+from kdgen.plan.shard import WHOLE, Exchange, Shard
+from kdgen.ranks import Group
 from kdgen.rounds import Rounds
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
@@ -30,57 +32,60 @@ from kdgen.verify.report import Check, Status
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 
-#: Rows of the first prefill, of two sequences: more than an attention launch of a small model takes, and than twins begin with.
-PROMPTS = (59, 4)
-MORE = (6, 2)  #: rows of the next one, few; then the first sequence has a tile of 64 old keys
-NEW = 44  #: tokens of each sequence at most
+#: Prompt rows of two sequences in the first prefill, together more than an attention launch of a small model takes, and in the next ones,
+#: first as many as twins begin with, then few; behind them the first sequence has a tile of 64 old keys.
+PROMPTS, MORE = (59, 4), (15, 2)
+NEW = 50  #: tokens of each sequence at most
 CONTEXT = sum((PROMPTS[0], MORE[0], NEW))
 SAMPLINGS = GREEDY, Sampling(0.8, top_k=20, top_p=0.95, seed=2**63 + 5)  #: of the two sequences
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is run: every program of the plan for ``family`` of a spec by its name."""
+    """What is run: every program of the plan for ``family`` of a model."""
 
-    name: str
+    spec: Spec
     compute: Compute
     family: Family
 
     @property
-    def spec(self) -> Spec:
-        return next((spec for spec in variants() if spec.name == self.name), None) or load_spec(self.name)
+    def title(self) -> str:
+        return self.spec.name if self.family == "generic" else f"{self.spec.name}, {self.family}"
 
 
-#: Together they have every kernel that reads before it waits: for few rows and many, with experts alone and beside a dense layer, and
-#: drafters.
-MODELS = (
-    Model("tiny", "f32", "generic"),
-    Model("tiny-int4", "bf16", "generic"),
-    Model("tiny-wgmma", "bf16", "sm_90a"),
-    Model("tiny-wgmma-int4", "bf16", "sm_90a"),
-)
+def models() -> tuple[Model, ...]:
+    """Together they have every kernel that reads before it waits: for few rows and many, with experts alone and beside a dense layer; and
+    drafters."""
+    small = {spec.name: spec for spec in (load_spec("tiny"), *variants())}
+    return (
+        Model(small["tiny"], "f32", "generic"),
+        Model(small["tiny-int4"], "bf16", "generic"),
+        Model(small["tiny-wgmma"], "bf16", "sm_90a"),
+        Model(small["tiny-wgmma-int4"], "bf16", "sm_90a"),
+    )
 
 
-def check_programs(models: Sequence[Model] = MODELS) -> Iterator[Check]:
-    """A Check for each model."""
-    for model in models:
-        began = perf_counter()
-        backend = CpuBackend("checker", seed=1)
-        bits, ran = 0, ""
-        try:
-            programs = _Programs(model, backend)
-            problem = programs.run()
-            bits, ran = programs.bits, ", ".join(programs.engine.ran)
-        except BackendError as error:
-            problem = str(error)
-        title = model.name if model.family == "generic" else f"{model.name}, {model.family}"
-        detail = "" if problem else f"{ran}: nothing is used before it is there; bits as in plain mode, token by token"
-        status: Status = "failed" if problem else "ok"
-        seconds = perf_counter() - began
-        yield Check(
-            title, model.compute, "programs", "launches that overlap", backend.description, status, detail=detail, why=problem,
-            seconds=seconds, bits=0 if problem else bits,
-        )  # fmt: skip
+def check_programs(model: Model, group: Group | None = None, exchange: Exchange = "gather") -> Check:
+    """Every program of ``model``, or of this process's part of it, under the checker."""
+    began, bits, ran = perf_counter(), 0, ""
+    backend, plain = CpuBackend("checker", seed=1), CpuBackend("plain")
+    shard = WHOLE
+    try:
+        if group is not None:
+            backend.join(group)
+            plain.join(group)
+            shard = Shard(group.ranks, group.rank, exchange)
+        programs = _Programs(model, backend, plain, shard)
+        problem = programs.run()
+        bits, ran = programs.bits, ", ".join(programs.engine.ran)
+    except BackendError as error:
+        problem = str(error)
+    detail = "" if problem else f"{ran}: nothing is used before it is there; bits as in plain mode, token by token"
+    status: Status = "failed" if problem else "ok"
+    return Check(
+        model.title, model.compute, "programs", "launches that overlap", backend.description, status, detail=detail, why=problem,
+        seconds=perf_counter() - began, bits=0 if problem else bits,
+    )  # fmt: skip
 
 
 class _Watched(Engine):
@@ -113,9 +118,9 @@ class _Expected:
 class _Programs:
     """One model's programs over two sequences, the second of which draws its tokens. ``bits`` were compared."""
 
-    def __init__(self, model: Model, backend: CpuBackend) -> None:
+    def __init__(self, model: Model, backend: CpuBackend, plain: CpuBackend, shard: Shard) -> None:
         spec, limits = model.spec, Limits(max_context=CONTEXT, max_sequences=2)
-        plan = build_plan(spec, model.compute, limits).on(model.family)
+        plan = build_plan(spec, model.compute, limits, shard).on(model.family)
         weights = random_weights(spec, 0).__getitem__
         self.bits = 0
         self._backend, self._spec = backend, spec
@@ -123,9 +128,9 @@ class _Programs:
         for buffer in plan.buffers:
             backend.label(self.engine.buffer(buffer.name), buffer.name)
         self._target = RecordingSequences(self.engine)
-        plain, rng = Engine(spec, plan, CpuBackend("plain"), weights), np.random.default_rng(0)
+        alone, rng = Engine(spec, plan, plain, weights), np.random.default_rng(0)
         prompts = [rng.integers(0, spec.vocab_size, first + more).tolist() for first, more in zip(PROMPTS, MORE, strict=True)]
-        self._expected = [_expect(plain, prompt, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
+        self._expected = [_expect(alone, prompt, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
         self._tokens = [list(prompt) for prompt in prompts]
 
     def run(self) -> str:
@@ -134,12 +139,15 @@ class _Programs:
         for sequence, sampling in enumerate(SAMPLINGS):
             target.reset(sequence, sampling)
         target.prefill_many([(0, first[: PROMPTS[0]]), (1, second[: PROMPTS[1]])])
-        roots = target.prefill_many([(1, second[PROMPTS[1] :]), (0, first[PROMPTS[0] :])])
+        target.prefill_many([(0, first[PROMPTS[0] : -2])])
+        target.prefill_many([(0, first[-2:-1])])
+        roots = target.prefill_many([(1, second[PROMPTS[1] :]), (0, first[-1:])])
         self._commit([1, 0], [(root,) for root in roots])
         for sequences in ([1, 0], [0]):
             self._commit(sequences, [(root,) for root in target.decode_many(sequences)])
         self._verify([self._replayed(0, MAX_NODES - 1), Draft(1, RandomDrafter(self._spec.vocab_size).propose(self._tokens[1], 5), 7)])
         self._verify([self._replayed(1, 7), Draft(0, nothing(), 0)])
+        self._verify([self._replayed(0, 3)])
         if self._spec.draft is not None:
             depths = self._spec.draft.block_size - 1
             block = BlockDraft(depths, depths + 1)

@@ -21,9 +21,10 @@ from kdgen.model import open_shard
 from kdgen.oracles import model_cases
 from kdgen.plan.ir import Compute, Family
 from kdgen.plan.shard import Exchange
-from kdgen.ranks import joined, place_in
+from kdgen.ranks import Group, joined, place_in
 from kdgen.spec import Spec
 from kdgen.verify.decodes import SITUATIONS, check_decodes, oracle_subject, random_subject
+from kdgen.verify.programs import Model, check_programs
 from kdgen.verify.report import Check
 
 
@@ -39,18 +40,19 @@ class Job:
     seed: int
     exchange: Exchange
     family: Family
+    programs: bool  #: run every program under the checker, instead of decoding
 
 
 def check_ranks(
     spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0,
-    exchange: Exchange = "gather", family: Family = "generic",
+    exchange: Exchange = "gather", family: Family = "generic", programs: bool = False,
 ) -> list[Check]:  # fmt: skip
-    """The checks of ``check_decodes`` by ``ranks`` processes; the figure of each is the largest of any rank. A GPU takes the plan of its
+    """The checks of ``check_decodes``, or of ``check_programs``, by ``ranks`` processes; the figure of each is the largest of any rank. A GPU takes the plan of its
     own family.
 
     Raises KdgenError when a rank fails otherwise than by a check, with what it said.
     """
-    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family)
+    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family, programs)
     command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, output=output, errors=errors)
@@ -77,16 +79,22 @@ def run_rank(job: Job) -> list[list[Check]] | None:
     """This process's part of ``job``: on rank 0 what every rank found, else None."""
     spec = Spec.from_mapping(job.spec)
     with joined(place_in(os.environ)) as group:
+        if job.programs:
+            return _of_all(group, [check_programs(Model(spec, job.compute, job.family), group, job.exchange)])
         backend, shard = open_shard(group, job.backend, exchange=job.exchange)
         case = next((case for case in model_cases() if case.name == job.case), None)
         subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
         found = list(check_decodes(backend, subject, SITUATIONS[: job.situations], shard, job.family))
-        if group is None:
-            return [found]
-        everybody = group.exchange(json.dumps([dataclasses.asdict(check) for check in found]).encode())
-        if group.rank:
-            return None
-        return [[Check(**values) for values in json.loads(each)] for each in everybody]
+        return _of_all(group, found)
+
+
+def _of_all(group: Group | None, found: list[Check]) -> list[list[Check]] | None:
+    if group is None:
+        return [found]
+    everybody = group.exchange(json.dumps([dataclasses.asdict(check) for check in found]).encode())
+    if group.rank:
+        return None
+    return [[Check(**values) for values in json.loads(each)] for each in everybody]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -135,6 +135,13 @@ EMU_API void emu_free(void* p) {
   allocations.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
 }
 
+// Memory that other processes share: kernels may use it, and nobody watches it.
+EMU_API void emu_adopt(void* p, size_t bytes) {
+  char* start = static_cast<char*>(p);
+  allocations[reinterpret_cast<uintptr_t>(p) + bytes - 1] = Allocation{start - PAGE, bytes + 2 * PAGE, start, bytes, Shadow{}, nullptr};
+}
+EMU_API void emu_disown(void* p, size_t bytes) { allocations.erase(reinterpret_cast<uintptr_t>(p) + bytes - 1); }
+
 static bool watched(const Allocation* a) { return a->shadow.cells && a->written; }
 // The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
 EMU_API int emu_watch(void* p) {
