@@ -21,7 +21,7 @@ from kdgen.drafters.synthetic import RandomDrafter, ReplayDrafter
 from kdgen.engine import Draft, Engine
 from kdgen.errors import BackendError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import MAX_NODES, Compute, Family, Limits
+from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks import Group
 from kdgen.rounds import Rounds
@@ -33,9 +33,10 @@ from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 
 #: Prompt rows of two sequences in the first prefill, together more than an attention launch of a small model takes, and in the next ones,
-#: first as many as twins begin with, then few; behind them the first sequence has a tile of 64 old keys.
-PROMPTS, MORE = (59, 4), (15, 2)
-NEW = 50  #: tokens of each sequence at most
+#: first as many as twins begin with, then few. The new tokens bring the first sequence beyond a tile of 64 old keys.
+PROMPTS, MORE = (41, 4), (15, 2)
+TREE = 37  #: nodes of the largest tree, whose rows with another sequence's are more than such a launch takes, too
+NEW = 40  #: tokens of each sequence at most
 CONTEXT = sum((PROMPTS[0], MORE[0], NEW))
 SAMPLINGS = GREEDY, Sampling(0.8, top_k=20, top_p=0.95, seed=2**63 + 5)  #: of the two sequences
 
@@ -54,15 +55,23 @@ class Model:
 
 
 def models() -> tuple[Model, ...]:
-    """Together they have every kernel that reads before it waits: for few rows and many, with experts alone and beside a dense layer; and
-    drafters."""
-    small = {spec.name: spec for spec in (load_spec("tiny"), *variants())}
+    """Together they have all templates but those of ranks, with drafters, for few rows and many."""
+    small = {spec.name: spec for spec in variants()}
     return (
-        Model(small["tiny"], "f32", "generic"),
+        Model(small["tiny-odd"], "f32", "generic"),
         Model(small["tiny-int4"], "bf16", "generic"),
-        Model(small["tiny-wgmma"], "bf16", "sm_90a"),
         Model(small["tiny-wgmma-int4"], "bf16", "sm_90a"),
     )
+
+
+def model_of_ranks() -> Model:
+    """tiny with fewer layers, biases and a drafter, for two ranks."""
+    small = next(spec for spec in variants() if spec.name == "tiny-v2").draft
+    assert small is not None
+    tiny = load_spec("tiny")
+    draft = small.model_copy(update={"hidden_size": tiny.hidden_size})
+    changes = {"name": "tiny-ranks", "num_hidden_layers": 2, "attention_bias": True, "draft": draft}
+    return Model(tiny.model_copy(update=changes), "bf16", "generic")
 
 
 def check_programs(model: Model, group: Group | None = None, exchange: Exchange = "gather") -> Check:
@@ -145,7 +154,7 @@ class _Programs:
         self._commit([1, 0], [(root,) for root in roots])
         for sequences in ([1, 0], [0]):
             self._commit(sequences, [(root,) for root in target.decode_many(sequences)])
-        self._verify([self._replayed(0, MAX_NODES - 1), Draft(1, RandomDrafter(self._spec.vocab_size).propose(self._tokens[1], 5), 7)])
+        self._verify([self._replayed(0, TREE), Draft(1, RandomDrafter(self._spec.vocab_size).propose(self._tokens[1], 5), 7)])
         self._verify([self._replayed(1, 7), Draft(0, nothing(), 0)])
         self._verify([self._replayed(0, 3)])
         if self._spec.draft is not None:
