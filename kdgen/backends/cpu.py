@@ -267,7 +267,8 @@ class CpuBackend(Backend):
         for source in sources:
             entry = _Kernel.in_dll(library, f"emu_kernel_{source.name}")
             parameters = bytes(entry.parameters).decode()
-            loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), parameters, path, _early_parameters(source) if source.overlaps else 0)
+            early = _early_parameters(source) if source.overlaps else 0
+            loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), parameters, path, early)
         with self._lock:
             self._kernels.update(loaded)
 

@@ -47,8 +47,8 @@ def check_ranks(
     spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0,
     exchange: Exchange = "gather", family: Family = "generic", programs: bool = False,
 ) -> list[Check]:  # fmt: skip
-    """The checks of ``check_decodes``, or of ``check_programs``, by ``ranks`` processes; the figure of each is the largest of any rank. A GPU takes the plan of its
-    own family.
+    """The checks of ``check_decodes``, or of ``check_programs``, by ``ranks`` processes; the figure of each is the largest of any rank.
+    A GPU takes the plan of its own family.
 
     Raises KdgenError when a rank fails otherwise than by a check, with what it said.
     """

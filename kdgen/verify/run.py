@@ -21,10 +21,9 @@ from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import unsent
 from kdgen.plan.params import CombineAndHeads, PeerSumNorm
-from kdgen.plan.shard import EXCHANGES, WHOLE, Shard, part_of, shard_obstacles
+from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
-from kdgen.render import render
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
@@ -34,12 +33,14 @@ from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, 
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
 from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
+from kdgen.verify.programs import CONTEXT as PROGRAM_CONTEXT
+from kdgen.verify.programs import Model, check_programs, model_of_ranks, models
 from kdgen.verify.ptx.checks import check_primitives
 from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
 from kdgen.verify.shrink import is_wide, shrink
-from kdgen.verify.text import schedule_problems, text_problems
+from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
 
@@ -170,8 +171,6 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
         for group in full_size.groups():
             for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
                 yield from _kernels(backend, spec, plan, group.size, say, group.tokens)
-    for spec, plan in whole:
-        yield _schedule(spec, plan)
     for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
         yield _tables(spec)
     yield from _trees(backend, *plans[0], say)
@@ -180,6 +179,7 @@ def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Pl
     for spec, plan in shared:
         if not is_wide(spec):
             yield from _under_checker(spec, plan, say)
+    yield from _programs(models() if others else _named_models(plans), bool(others), say)
     for spec, plan in plans:
         if plan.family == "generic":
             yield _drift(spec, plan, say)
@@ -309,6 +309,31 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
             yield Check(spec.name, "f32", "ranks", f"{RANKS} ranks, {exchange}", "cpu", "failed", why=why, seconds=seconds)
 
 
+def _named_models(plans: Plans) -> list[Model]:
+    """One for each spec: its last plan, the one that has most of its own."""
+    last = {spec.name: (spec, plan) for spec, plan in plans}
+    return [Model(_small(spec, plan)[0], plan.compute, plan.family, complete=False) for spec, plan in last.values()]
+
+
+def _programs(chosen: Sequence[Model], ranks: bool, say: Say) -> Iterator[Check]:
+    """Whole programs where launches overlap as they may on a GPU, on one rank and, with ``ranks``, on two."""
+    for model in chosen:
+        if model.spec.max_position_embeddings < PROGRAM_CONTEXT:
+            continue
+        say(f"{model.title} {model.compute}: programs under the checker")
+        yield check_programs(model)
+    if not ranks:
+        return
+    model = model_of_ranks()
+    say(f"{model.title} {model.compute}: programs of {RANKS} ranks under the checker")
+    began = perf_counter()
+    try:
+        yield from check_ranks(model.spec, model.compute, RANKS, backend=CHECKER, exchange="peer", programs=True)
+    except KdgenError as error:
+        name, seconds = f"programs of {RANKS} ranks", perf_counter() - began
+        yield Check(model.title, model.compute, "ranks", name, CHECKER, "failed", why=str(error), seconds=seconds)
+
+
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +342,7 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say, tok
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
     problems = text_problems(load_kernels(backend, plan))
     status: Status = "failed" if problems else "ok"
-    detail = "" if problems else "each waits for the kernel before it; nothing atomic, no inexact function"
+    detail = "" if problems else "nothing atomic, no inexact function"
     yield Check(title, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
     for kernel in plan.kernels:
         say(f"{title} {plan.compute}: kernel {kernel.name}")
@@ -326,21 +351,6 @@ def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say, tok
         ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks"
         detail = f"{kernel.template}{', a slice' if found.sliced else ''}{ranks}"
         yield _as_check(title, plan.compute, "kernel", backend, found, detail, perf_counter() - began)
-
-
-def _schedule(spec: Spec, plan: Plan) -> Check:
-    """What kernels of whole programs read before they wait, on one rank and on two, on every target."""
-    began = perf_counter()
-    shards = [Shard(RANKS, 1, by) for by in EXCHANGES if can_share(spec, plan.compute)]
-    all_plans = [
-        each for shard in (WHOLE, *shards) for one in [build_plan(spec, plan.compute, shard=shard)] for each in (one, *one.special)
-    ]
-    problems = [problem for each in all_plans for problem in schedule_problems(each, render(each))]
-    detail = "" if problems else f"{len(all_plans)} plans: what is read before the wait for the kernel before is old"
-    why, seconds = "; ".join(problems[:3]), perf_counter() - began
-    return Check(
-        spec.name, plan.compute, "kernel", "schedule", "text", "failed" if problems else "ok", detail=detail, why=why, seconds=seconds
-    )
 
 
 def _inputs(seed: int, kernel: Kernel) -> np.random.Generator:
