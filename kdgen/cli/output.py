@@ -129,6 +129,18 @@ def status() -> Iterator[Callable[[str], None]]:
         yield lambda doing: line.update(printable(doing))
 
 
+@contextlib.contextmanager
+def log() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """(doing, line) for a long command: what is being done, shown on stderr while the block runs where that is a terminal, and lines that
+    stay, terminal or not."""
+    if not sys.stderr.isatty():
+        yield (lambda _: None), (lambda text: click.echo(printable_lines(text), err=True))
+        return
+    out = console(sys.stderr)
+    with out.status("") as shown:
+        yield (lambda doing: shown.update(printable(doing))), (lambda text: out.print(printable_lines(text)))
+
+
 def warn(message: str) -> None:
     """One line on stderr."""
     click.echo(f"kdgen: warning: {message}", err=True)
@@ -147,6 +159,11 @@ def size_text(count: int) -> str:
 def printable(text: str) -> str:
     """``text`` with everything a terminal could obey written as an escape: names in files are not ours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """``printable`` of each line, so that the line breaks stay."""
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _speaks_utf8(stream: TextIO) -> bool:

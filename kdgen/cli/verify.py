@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -9,9 +11,9 @@ from click.core import ParameterSource
 
 from kdgen.backends import backend_names
 from kdgen.cli.options import IntRange
-from kdgen.cli.output import check_writable, console, emit_json, status
+from kdgen.cli.output import check_writable, console, emit_json, log, status
 from kdgen.plan.ir import Compute
-from kdgen.verify.report import SCHEMA, print_report
+from kdgen.verify.report import SCHEMA, Check, failure_text, print_report
 
 
 @click.command("verify")
@@ -20,7 +22,7 @@ from kdgen.verify.report import SCHEMA, print_report
 @click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="One compute type; without it, every one that fits.")
 @click.option("--fuzz", "models", type=IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
 @click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
-@click.option("--jobs", type=IntRange(min=1), help="With --fuzz: processes; as many as there are cores without it.")
+@click.option("--jobs", type=IntRange(min=1), help="Processes on a CPU, or with --fuzz; as many as there are cores without it.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
 @click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails.")
 @click.option(
@@ -38,6 +40,8 @@ def command(
     Every kernel runs alone against float64, and under the race checker. The model's logits are held against an oracle's, or float64.
     Draft-tree decoding must give plain decoding's tokens, logits and cache rows bit for bit. Exit code 1 if anything does not match.
 
+    A line on stderr says how each part ended, and what failed as soon as it has; the table on stdout has every check.
+
     With --fuzz, models are drawn at random (situations only, where a SPEC is given). One that fails is made small and written to
     a spec file, with the command that repeats it.
     """
@@ -50,14 +54,14 @@ def command(
             raise click.UsageError("--fuzz draws the compute type, too; give --dtype with a SPEC only")
         check_writable(save)
         ctx.exit(_fuzz(specs, backend, compute, models, seed, jobs, save, as_json))
-    if save is not None or jobs is not None or ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--save, --jobs and --seed belong to --fuzz")
+    if save is not None or ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--save and --seed belong to --fuzz")
     check_writable(page)
     from kdgen.verify.page import write_page
     from kdgen.verify.run import verify
 
-    with status() as say:
-        report = verify(specs, backend, compute, say, fail_fast)
+    with log() as (doing, line):
+        report = verify(specs, backend, compute, Shown(doing, line), fail_fast, jobs)
     if page is not None:
         write_page(report, page)
     if as_json:
@@ -65,6 +69,22 @@ def command(
     else:
         print_report(report, console())
     ctx.exit(0 if report.ok else 1)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A ``kdgen.verify.run.Progress`` on stderr: a line for each part that has ended, and each failure in full."""
+
+    doing: Callable[[str], None]
+    line: Callable[[str], None]
+
+    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
+        for check in checks:
+            if check.status == "failed":
+                self.line(failure_text(check))
+        count = {status: sum(check.status == status for check in checks) for status in ("ok", "failed", "skipped")}
+        said = ", ".join(f"{number} {status}" for status, number in count.items() if number)
+        self.line(f"{part}: {said or 'nothing to check'}, {seconds:.1f} s")
 
 
 def _fuzz(

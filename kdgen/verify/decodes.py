@@ -29,6 +29,7 @@ from kdgen.rounds import Rounds
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.departure import first_departure
 from kdgen.verify.drafter import check_drafter
 from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.report import Check, Status, finite
@@ -138,7 +139,8 @@ class _Clock:
         where = self._backend.description
         status: Status = "failed" if problem else "ok"
         spec, compute = self._subject.title, self._subject.compute
-        return Check(spec, compute, part, name, where, status, figure, tolerance, detail, problem, seconds, 0 if problem else bits)
+        said = "" if problem else detail
+        return Check(spec, compute, part, name, where, status, figure, tolerance, said, problem, seconds, 0 if problem else bits)
 
 
 def check_decodes(
@@ -202,7 +204,10 @@ def _check_logits(engine: RecordingEngine, subject: Subject, plain: _Plain, cloc
         figure, what = float(np.median(np.sqrt(np.square(error).mean(axis=1)))), "median over rows of the error's root mean square"
         tolerance = tolerances.bf16_logits(expected, subject.spec.num_hidden_layers)
     row = int(np.nan_to_num(error, nan=np.inf).max(axis=1).argmax())
-    problem = "" if figure <= tolerance else f"row {row} is off by {error[row].max():.3g}"
+    problem = ""
+    if not figure <= tolerance:
+        where = first_departure(subject.spec, subject.compute, subject.weights, tokens, engine.cache_rows())
+        problem = f"row {row} is off by {error[row].max():.3g}; {where}"
     name = f"the oracle's run of {case.name}" if case is not None else "the float64 reference"
     choices = f"{int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())} of {len(tokens)} greedy choices equal"
     return clock.check("logits", name, problem, f"{what}; {choices}", finite(figure), tolerance)

@@ -27,6 +27,7 @@ from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.departure import first_departure
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.sampling import may_draw
@@ -97,12 +98,14 @@ def check_exactness(
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""
     if not error <= tolerance and (compute == "f32" or bf16_too):
-        problem = f"logits are off the float64 reference's by {error:.3g}, more than {tolerance:.3g}"
+        problem = f"logits are off the float64 reference's by {error:.3g}, more than {tolerance:.3g}; "
+        problem += first_departure(spec, compute, weights, [*alone[0].prompt, *alone[0].tokens[:-1]], alone[0].cache)
     problem = problem or next((said for number, each in enumerate(alone) if (said := _misdrawn(number, situation, each))), "")
     together = _Together(engine, situation, alone)
     problem = problem or together.problem
     if together.problem:
-        problem = f"{_level(engine, situation, alone, together.request)}: {problem}"
+        level, said = _level(engine, situation, alone, together)
+        problem = problem if problem != together.problem else f"{level}: {said}"
     bits = sum(8 * (each.logits.nbytes + each.cache.nbytes) for each in alone)
     tokens_drawn = sum(len(each.tokens) for each in alone)
     return Exactness(problem, len(alone), tokens_drawn, together.accepted, together.forwards, bits, error, tolerance)
@@ -206,12 +209,19 @@ def _difference(
     return "" if len(logits) >= needed else f"{len(logits)} rows are committed of {needed}"
 
 
-def _level(engine: Engine, situation: Situation, alone: Sequence[Alone], number: int) -> str:
-    """The first level that the request breaks by itself: in its chunks, then with its trees; in company, if in neither."""
+def _level(engine: Engine, situation: Situation, alone: Sequence[Alone], found: _Together) -> tuple[str, str]:
+    """The first level that the request breaks by itself, with what is wrong there: in its chunks, then with its trees; in company, with
+    what was ``found`` there, if in neither."""
+    number = found.request
     draw = situation.requests[number]
     plain = replace(draw, drafter="none", joins=0)
-    if _Together(engine, replace(situation, requests=(plain,)), [alone[number]]).problem:
-        return "L3, chunking"
-    if _Together(engine, replace(situation, requests=(replace(draw, joins=0),)), [alone[number]]).problem:
-        return "L5, sampling with speculation" if draw.sampling.temperature else "L1 and L2, speculation"
-    return "L4, other sequences in the batch"
+    if said := _Together(engine, replace(situation, requests=(plain,)), [alone[number]]).problem:
+        return "L3, chunking", _of_request(number, said)
+    if said := _Together(engine, replace(situation, requests=(replace(draw, joins=0),)), [alone[number]]).problem:
+        return "L5, sampling with speculation" if draw.sampling.temperature else "L1 and L2, speculation", _of_request(number, said)
+    return "L4, other sequences in the batch", found.problem
+
+
+def _of_request(number: int, said: str) -> str:
+    """What is wrong with a request that was decoded by itself, where it is number 0, under its own number."""
+    return f"request {number}, by itself: {said.partition(': ')[2]}"

@@ -6,17 +6,10 @@ that its original failed in: ``kdgen verify FILE --fuzz 1 --seed S``.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
 from rich.console import Console
 
@@ -34,12 +27,12 @@ from kdgen.verify.exact import Exactness, check_exactness
 from kdgen.verify.kernels import check_kernels
 from kdgen.verify.ranks import check_ranks
 from kdgen.verify.shrink import is_wide, shrink
+from kdgen.verify.workers import Workers, cpus
 
 SCHEMA = "kdgen.fuzz/1"
 KERNEL_TOKENS = (1, 9, 33)
 RANKS = (2, 3, 4)  #: that may share a model
 SHRINK_TRIES = 60
-_PATIENCE_SECONDS = 5.0  #: for a process that was told to end
 _MODEL, _SITUATION = 0, 1  # streams of a seed
 
 Say = Callable[[str], None]
@@ -171,8 +164,8 @@ def fuzz(
     description = open_backend(backend_name).description
     outcomes: list[Outcome] = []
     failures: list[Failure] = []
-    with _Workers(backend_name, jobs or _cpus()) as workers:
-        for outcome in workers.check([draw_case(each, given) for each in range(seed, seed + count)]):
+    with Workers(_opened, (backend_name,), jobs or cpus()) as workers:
+        for outcome in _outcomes(workers, [draw_case(each, given) for each in range(seed, seed + count)]):
             outcomes.append(outcome)
             say(f"{len(outcomes)} of {count} models, {sum(bool(each.problem) for each in outcomes)} failed")
         for outcome in sorted((each for each in outcomes if each.problem), key=lambda each: each.case.seed):
@@ -229,102 +222,22 @@ def print_fuzz(report: FuzzReport, console: Console) -> None:
 # ---- processes ----------------------------------------------------------------------------------------------------------
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _opened(backend_name: str | None) -> Callable[[Case], Outcome]:
+    """What a worker process does with a case, over a backend of its own."""
+    backend = open_backend(backend_name, threads=1)
+    return lambda case: check_case(backend, case)
 
 
-_backend: Backend | KdgenError | None = None  # of a worker process, opened once; or why it could not be
-
-
-def _open(name: str | None) -> None:
-    global _backend
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
-    try:
-        _backend = open_backend(name, threads=1)
-    except KdgenError as error:
-        _backend = error
-    signal.signal(signal.SIGTERM, _leave)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    """A parent that is killed tells nobody; without it the process would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    patience = perf_counter() + _PATIENCE_SECONDS
-    while perf_counter() < patience:
-        os.kill(os.getpid(), signal.SIGTERM)  # again and again: the pool takes one as the outcome of a case
-        sleep(0.2)
-    os._exit(2)
-
-
-def _leave(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # by way of everything that tidies up
-
-
-def _check(case: Case) -> Outcome:
-    assert _backend is not None
-    if isinstance(_backend, KdgenError):
-        raise _backend  # in the process that asked, which ends with it
-    return check_case(_backend, case)
-
-
-class _Workers:
-    """Processes that check cases, each with a backend of its own. One that a kernel takes down is a failed case, not the end."""
-
-    def __init__(self, backend_name: str | None, jobs: int) -> None:
-        self._name, self._jobs = backend_name, jobs
-        self._others = multiprocessing.active_children()
-        self._pool = self._start(jobs)
-
-    def _start(self, jobs: int) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(jobs, context, initializer=_open, initargs=(self._name,))
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._end()
-        self._pool.shutdown(cancel_futures=True)
-
-    def _end(self) -> None:
-        """Tell the processes to drop what they are doing, and again what they take up next, until they are gone."""
-        patience = perf_counter() + _PATIENCE_SECONDS
-        while left := [child for child in multiprocessing.active_children() if child not in self._others]:
-            for child in left:
-                child.terminate() if perf_counter() < patience else child.kill()
-            wait([child.sentinel for child in left], timeout=0.2)
-
-    def check(self, cases: Sequence[Case]) -> Iterator[Outcome]:
-        """Outcomes as they come."""
-        left = {case.seed: case for case in cases}
-        try:
-            for future in as_completed([self._pool.submit(_check, case) for case in cases]):
-                outcome = future.result()
-                del left[outcome.case.seed]
-                yield outcome
-        except BrokenProcessPool:  # which case it was shows when each has a process to itself
-            for case in left.values():
-                yield self._check_apart(case)
-            self._pool = self._start(self._jobs)
-
-    def _check_apart(self, case: Case) -> Outcome:
-        pool = self._start(1)
-        try:
-            return pool.submit(_check, case).result()
-        except BrokenProcessPool:
-            return Outcome(case, "the process that ran its kernels died", None, 0.0)
-        finally:
-            pool.shutdown()
+def _outcomes(workers: Workers[Case, Outcome], cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Outcomes as they come. A case that takes its process down has failed."""
+    for place, outcome in workers.each(cases):
+        yield outcome or Outcome(cases[place], "the process that ran its kernels died", None, 0.0)
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------------
 
 
-def _shrink(workers: _Workers, failed: Outcome) -> Outcome:
+def _shrink(workers: Workers[Case, Outcome], failed: Outcome) -> Outcome:
     """The same failure in a model whose choices are earlier options, as long as there are tries."""
     best, tries = failed, 0
     improved = True
@@ -337,7 +250,7 @@ def _shrink(workers: _Workers, failed: Outcome) -> Outcome:
                     continue
                 forced = [*best.case.choices[:place], number, *best.case.choices[place + 1 :]]
                 tries += 1
-                outcome = next(iter(workers.check([draw_case(best.case.seed, forced=forced)])))
+                outcome = next(_outcomes(workers, [draw_case(best.case.seed, forced=forced)]))
                 if outcome.problem:
                     best, improved = outcome, True
                     break

@@ -73,7 +73,7 @@ def print_report(report: Report, console: Console) -> None:
         table.add_column("")
         for check in checks:
             style = {"ok": "green", "failed": "bold red", "skipped": "yellow"}[check.status]
-            about = "; ".join(text for text in (check.detail, check.why) if text)
+            about = check.why or check.detail
             cells = (check.part, check.name, check.backend, Text(check.status, style), _number(check.figure), _number(check.tolerance))
             table.add_row(*cells, f"{check.seconds:.1f}", _one_line(about))
         with console.capture() as lines:
@@ -85,10 +85,13 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"note: {note}")
     for check in report.checks:
         if check.status == "failed":
-            console.print(
-                f"FAILED {check.spec} {check.compute}, {check.part}, {check.name} on {check.backend}:\n  {check.why}", style="red"
-            )
+            console.print(failure_text(check), style="red")
     console.print(f"{report.ran} checks ran in {report.seconds:.0f} s: {report.failed} failed. {report.skipped} did not run.")
+
+
+def failure_text(check: Check) -> str:
+    """Where a failed check failed, and how, in full."""
+    return f"FAILED {check.spec} {check.compute}, {check.part}, {check.name} on {check.backend}:\n  {check.why}"
 
 
 def _number(value: float | None) -> str:

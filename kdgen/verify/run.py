@@ -1,11 +1,16 @@
-"""``kdgen verify``: which checks a spec gets, on which backend, and what does not run and why."""
+"""``kdgen verify``: which checks a spec gets, on which backend, and what does not run and why.
+
+A family of checks is a generator of ``Check``s, and one line in ``tasks``, which makes it a ``Task``: a part of the report that runs by
+itself, in any process. The report has the tasks' checks in the order of that list, however many processes did them.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 
@@ -43,6 +48,7 @@ from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
+from kdgen.verify.workers import Workers, cpus
 
 DEFAULT_SPECS = ("tiny", "tiny2")
 CHECKER = "cpu-checker"
@@ -68,33 +74,86 @@ WIDE_LATENTS: dict[Family, int] = {"generic": 256, "sm_90a": 512}
 LEAST_POSITIONS = 32
 
 Say = Callable[[str], None]
+Plans = Sequence[tuple[Spec, Plan]]
+
+
+class Progress(Protocol):
+    """Who hears how far ``verify`` is."""
+
+    def doing(self, what: str) -> None:
+        """What runs now."""
+
+    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
+        """A part of the report has ended, with these checks, after so many seconds."""
+
+
+class Silent:
+    """A Progress that nobody sees."""
+
+    def doing(self, what: str) -> None:
+        """Nobody is told."""
+
+    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
+        """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of the report: checks that are made one after another in one process. ``make`` is given whom to tell what it does."""
+
+    title: str
+    make: Callable[[Say], Iterator[Check]]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a process needs to do tasks."""
+
+    backend: Backend
+    specs: Sequence[Spec]
+    plans: Plans
+    others: Plans
+
+    def tasks(self) -> list[Task]:
+        return tasks(self.backend, self.specs, self.plans, self.others)
+
+
+def _prepare(names: Sequence[str], backend_name: str | None, compute: Compute | None, threads: int | None) -> _Prepared:
+    specs = [load_spec(name) for name in names or DEFAULT_SPECS]
+    for spec in specs:
+        if (most := spec.max_position_embeddings) < LEAST_POSITIONS:
+            raise KdgenError(f"{spec.name}: checks need a context of {LEAST_POSITIONS}, more than its max_position_embeddings {most}")
+    backend = open_backend(backend_name, threads=threads)
+    plans = _that_run(backend, plans_for(specs, compute))
+    return _Prepared(backend, specs, plans, [] if names else _that_run(backend, plans_for(variants(), compute)))
 
 
 def verify(
     names: Sequence[str],
     backend_name: str | None = None,
     compute: Compute | None = None,
-    say: Say = lambda _: None,
+    progress: Progress | None = None,
     fail_fast: bool = False,
+    jobs: int | None = None,
 ) -> Report:
     """Everything that can be checked of the named specs (tiny and tiny2, and what they lack, when there are none) here.
 
     ``compute`` None stands for both types where the dims allow tensor cores, and for the spec's own where the spec is wide.
-    ``fail_fast`` ends it with the first check that fails. Raises SpecError, or KdgenError for a type or backend that is not to be had.
+    ``fail_fast`` ends it with the first check that fails. On a CPU the work is shared by ``jobs`` processes, as many as there are
+    processors without it; the report is the same for any number but for its seconds. Raises SpecError, or KdgenError for a type or
+    backend that is not to be had.
     """
     began = perf_counter()
-    specs = [load_spec(name) for name in names or DEFAULT_SPECS]
-    for spec in specs:
-        if (most := spec.max_position_embeddings) < LEAST_POSITIONS:
-            raise KdgenError(f"{spec.name}: checks need a context of {LEAST_POSITIONS}, more than its max_position_embeddings {most}")
-    backend = open_backend(backend_name)
-    plans = _that_run(backend, plans_for(specs, compute))
-    others = [] if names else _that_run(backend, plans_for(variants(), compute))
-    checks: list[Check] = []
-    for check in all_checks(backend, specs, plans, others, say):
-        checks.append(check)
-        if fail_fast and check.status == "failed":
-            break
+    prepared = _prepare(names, backend_name, compute, None)
+    backend, plans, others = prepared.backend, prepared.plans, prepared.others
+    jobs = 1 if backend.name == "cuda" else jobs or cpus()
+    heard = progress or Silent()
+    if jobs == 1:
+        checks = _one_by_one(prepared.tasks(), heard, fail_fast)
+    else:
+        threads = max(1, cpus() // jobs)
+        with Workers(_open_tasks, (tuple(names), backend_name, compute, threads), jobs) as workers:
+            checks = _side_by_side(prepared.tasks(), workers, heard, fail_fast)
     notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec) and plan.family == "generic"]
     if others:
         notes.append(f"{full_size.MODEL}'s kernels without a matrix ran in full size, and slices of some others")
@@ -107,7 +166,41 @@ def verify(
     return make_report(checks, notes, perf_counter() - began)
 
 
-Plans = Sequence[tuple[Spec, Plan]]
+def _one_by_one(all_tasks: Sequence[Task], progress: Progress, fail_fast: bool) -> list[Check]:
+    checks: list[Check] = []
+    for task in all_tasks:
+        began, first = perf_counter(), len(checks)
+        for check in task.make(progress.doing):
+            checks.append(check)
+            if fail_fast and check.status == "failed":
+                break
+        progress.ended(task.title, checks[first:], perf_counter() - began)
+        if fail_fast and any(check.status == "failed" for check in checks[first:]):
+            break
+    return checks
+
+
+def _open_tasks(names: Sequence[str], backend_name: str | None, compute: Compute | None, threads: int) -> Callable[[int], list[Check]]:
+    """What a worker process does with a task's place in the list, over a backend of its own."""
+    all_tasks = _prepare(names, backend_name, compute, threads).tasks()
+    return lambda place: list(all_tasks[place].make(lambda _: None))
+
+
+def _side_by_side(all_tasks: Sequence[Task], workers: Workers[int, list[Check]], progress: Progress, fail_fast: bool) -> list[Check]:
+    """The tasks' checks in the order of the list; with ``fail_fast`` of those that had ended when the first check failed."""
+    done: dict[int, list[Check]] = {}
+    for place, found in workers.each(range(len(all_tasks))):
+        title = all_tasks[place].title
+        if found is None:
+            why = "the process that ran these checks died: a kernel has taken it down, or the machine was short of memory"
+            found = [Check(title, "", "process", title, "cpu", "failed", why=why)]
+        done[place] = found
+        progress.ended(title, found, sum(check.seconds for check in found))
+        progress.doing(f"{len(done)} of {len(all_tasks)} parts have ended")
+        if fail_fast and any(check.status == "failed" for check in found):
+            workers.drop()
+            break
+    return [check for place in sorted(done) for check in done[place]]
 
 
 def plans_for(specs: Sequence[Spec], compute: Compute | None) -> Plans:
@@ -156,47 +249,78 @@ def _small(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
     return small, next(each for each in _plans_of(small, plan.compute) if each.family == plan.family)
 
 
-def all_checks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, say: Say) -> Iterator[Check]:
-    """Primitives and kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes."""
-    if others:  # the default command: primitives are the same for every spec
-        say("primitives, by their PTX")
-        yield from check_primitives()
-    for spec, plan in (*plans, *others):
-        yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
+def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) -> list[Task]:
+    """Primitives and kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes.
+
+    ``others`` are models of the default command alone.
+    """
+    found: list[Task] = []
+
+    def add(title: str, family: Callable[..., Iterator[Check]], *arguments: object) -> None:
+        found.append(Task(title, lambda say: family(*arguments, say)))
+
     whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]
     shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
-    for spec, plan in shared:
-        yield from _kernels(backend, spec, plan, "slice" if is_wide(spec) else "full", say)
     if others:
-        for group in full_size.groups():
-            for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
-                yield from _kernels(backend, spec, plan, group.size, say, group.tokens)
-    for spec in dict.fromkeys(spec for spec, _ in (*plans, *others)):
-        yield _tables(spec)
-    yield from _trees(backend, *plans[0], say)
+        add("primitives", _primitives)
+    for spec, plan in (*plans, *others, *shared):
+        add(f"{_part(spec, plan)}, kernels", _kernels, backend, spec, plan, "slice" if is_wide(spec) else "full", TOKENS)
+    for group in full_size.groups() if others else ():
+        for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
+            add(f"{_part(spec, plan)}, kernels in full size", _kernels, backend, spec, plan, group.size, group.tokens)
+    add("tables", _all_tables, tuple(dict.fromkeys(spec for spec, _ in (*plans, *others))))
+    add("trees of the DDTree reference", _trees, backend, *plans[0])
     for spec, plan in (*plans, *others):
-        yield from _under_checker(*_small(spec, plan), say)
+        add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan))
     for spec, plan in shared:
         if not is_wide(spec):
-            yield from _under_checker(spec, plan, say)
-    yield from _programs(models() if others else _named_models(plans), bool(others), say)
+            add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, spec, plan)
+    for model in models() if others else _named_models(plans):
+        add(f"{model.title} {model.compute}, programs", _programs, model)
+    if others:
+        add("programs of ranks", _programs_of_ranks)
     for spec, plan in plans:
         if plan.family == "generic":
-            yield _drift(spec, plan, say)
+            add(f"{_part(spec, plan)}, generated files", _drift, spec, plan)
     for spec, plan in (*others, *plans):
-        yield from _together(backend, _title(spec, plan), *_small(spec, plan), say)
+        add(f"{_part(spec, plan)}, requests together", _together, backend, _title(spec, plan), *_small(spec, plan))
     for spec, plan in plans:
-        if plan.family != "generic":  # its requests together were as each alone
-            continue
-        small, _ = _small(spec, plan)
-        say(f"{small.name} {plan.compute}: decoding")
-        case = _case_of(spec)
-        subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
-        yield from _decodes(backend, spec, plan.compute, subject.title, check_decodes(backend, subject), say)
+        if plan.family == "generic":  # of other plans requests together were as each alone
+            add(f"{_part(spec, plan)}, decodes", _decodes_of, backend, spec, plan)
     if decoded := [spec for spec, _ in shared if not is_wide(spec)]:
-        yield from _ranks(decoded[0], say)
+        add(f"{decoded[0].name}, ranks", _ranks, decoded[0])
     if others:
-        yield from _other_oracles(backend, specs, say)
+        for case, spec, compute in _other_oracles(specs):
+            add(f"{case.name} {compute}, decodes", _decodes_of_oracle, backend, case, spec, compute)
+    return found
+
+
+def _part(spec: Spec, plan: Plan) -> str:
+    ranks = "" if plan.shard.whole else f", {plan.shard.ranks} ranks by {plan.shard.exchange}"
+    return f"{_title(spec, plan)} {plan.compute}{ranks}"
+
+
+def _primitives(say: Say) -> Iterator[Check]:
+    say("primitives, by their PTX")
+    yield from check_primitives()
+
+
+def _all_tables(specs: Sequence[Spec], say: Say) -> Iterator[Check]:
+    say("tables")
+    for spec in specs:
+        yield _tables(spec)
+
+
+def _decodes_of(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
+    small, _ = _small(spec, plan)
+    case = _case_of(spec)
+    subject = oracle_subject(spec, plan.compute, case) if case is not None else random_subject(small, plan.compute)
+    yield from _decodes(plan.compute, subject.title, check_decodes(backend, subject), say)
+
+
+def _decodes_of_oracle(backend: Backend, case: ModelCase, spec: Spec, compute: Compute, say: Say) -> Iterator[Check]:
+    subject = oracle_subject(spec, compute, case)
+    yield from _decodes(compute, case.name, check_decodes(backend, subject, FEW_SITUATIONS), say)
 
 
 def _tables(spec: Spec) -> Check:
@@ -260,7 +384,7 @@ def _wide_note(spec: Spec, plan: Plan, compute: Compute | None) -> str:
     )
 
 
-def _decodes(backend: Backend, spec: Spec, compute: Compute, title: str, found: Iterator[Check], say: Say) -> Iterator[Check]:
+def _decodes(compute: Compute, title: str, found: Iterator[Check], say: Say) -> Iterator[Check]:
     for check in found:
         say(f"{title} {compute}: {check.name}")
         yield check
@@ -315,15 +439,15 @@ def _named_models(plans: Plans) -> list[Model]:
     return [Model(_small(spec, plan)[0], plan.compute, plan.family, complete=False) for spec, plan in last.values()]
 
 
-def _programs(chosen: Sequence[Model], ranks: bool, say: Say) -> Iterator[Check]:
-    """Whole programs where launches overlap as they may on a GPU, on one rank and, with ``ranks``, on two."""
-    for model in chosen:
-        if model.spec.max_position_embeddings < PROGRAM_CONTEXT:
-            continue
+def _programs(model: Model, say: Say) -> Iterator[Check]:
+    """Whole programs of a model where launches overlap as they may on a GPU."""
+    if model.spec.max_position_embeddings >= PROGRAM_CONTEXT:
         say(f"{model.title} {model.compute}: programs under the checker")
         yield check_programs(model)
-    if not ranks:
-        return
+
+
+def _programs_of_ranks(say: Say) -> Iterator[Check]:
+    """The same of two ranks, which exchange through each other's memory."""
     model = model_of_ranks()
     say(f"{model.title} {model.compute}: programs of {RANKS} ranks under the checker")
     began = perf_counter()
@@ -337,7 +461,7 @@ def _programs(chosen: Sequence[Model], ranks: bool, say: Say) -> Iterator[Check]
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
-def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, say: Say, tokens: Sequence[int] = TOKENS) -> Iterator[Check]:
+def _kernels(backend: Backend, spec: Spec, plan: Plan, size: Size, tokens: Sequence[int], say: Say) -> Iterator[Check]:
     title = _title(spec, plan)
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
     problems = text_problems(load_kernels(backend, plan))
@@ -464,7 +588,7 @@ def _compare_walks(bench: Bench, cases: Sequence[TreeCase]) -> str:
 # ---- generated text and oracles -----------------------------------------------------------------------------------------
 
 
-def _drift(spec: Spec, plan: Plan, say: Say) -> Check:
+def _drift(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     """generated/ of a source checkout, for shipped specs, against what the plan renders now."""
     say(f"{spec.name} {plan.compute}: generated files")
     began = perf_counter()
@@ -478,17 +602,20 @@ def _drift(spec: Spec, plan: Plan, say: Say) -> Check:
 
     root = checkout_folder("generated")
     if root is None:
-        return check(False, False, why="no source checkout, neither around the package nor in the working directory")
+        yield check(False, False, why="no source checkout, neither around the package nor in the working directory")
+        return
     try:
         shipped = load_spec(spec.name)
     except SpecError:
-        return check(False, False, why="no shipped spec, so nothing is committed")
+        yield check(False, False, why="no shipped spec, so nothing is committed")
+        return
     if shipped != spec or not (root / plan.directory).is_dir():
-        return check(False, False, why="not committed under generated/")
+        yield check(False, False, why="not committed under generated/")
+        return
     found = check_folders([plan], out=root, compile=False)
     different = ", ".join(f"{difference.file} ({difference.kind})" for difference in found.differences[:3])
     why = f"{len(found.differences)} files differ: {different}; kdgen build {spec.name} writes them" if found.differences else ""
-    return check(not found.differences, True, f"{found.files} files", why)
+    yield check(not found.differences, True, f"{found.files} files", why)
 
 
 def _case_of(spec: Spec) -> ModelCase | None:
@@ -496,14 +623,10 @@ def _case_of(spec: Spec) -> ModelCase | None:
     return next((case for case in model_cases() if load_config(case.folder).sha256 == spec.sha256), None)
 
 
-def _other_oracles(backend: Backend, specs: Sequence[Spec], say: Say) -> Iterator[Check]:
+def _other_oracles(specs: Sequence[Spec]) -> Iterator[tuple[ModelCase, Spec, Compute]]:
     """Oracle cases that are no shipped specs: other structures, decoded in fewer situations."""
     seen = {spec.sha256 for spec in specs}
     for case in model_cases():
         spec = load_config(case.folder)
-        if spec.sha256 in seen:
-            continue
-        for compute in _computes(spec, None):
-            say(f"{case.name} {compute}: decoding")
-            subject = oracle_subject(spec, compute, case)
-            yield from _decodes(backend, spec, compute, case.name, check_decodes(backend, subject, FEW_SITUATIONS), say)
+        if spec.sha256 not in seen:
+            yield from ((case, spec, compute) for compute in _computes(spec, None))

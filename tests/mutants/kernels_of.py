@@ -29,11 +29,12 @@ def first_failure(template: str) -> Check | None:
 
     specs = [load_spec(name) for name in run.DEFAULT_SPECS]
     plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))
-    for check in run.all_checks(open_backend("cpu"), specs, plans, others, lambda _: None):
-        if check.part not in ("kernel", "tables", "trees", "checker"):
-            return None
-        if check.status == "failed":
-            return check
+    for task in run.tasks(open_backend("cpu"), specs, plans, others):
+        for check in task.make(lambda _: None):
+            if check.part not in ("kernel", "tables", "trees", "checker", "primitives"):
+                return None
+            if check.status == "failed":
+                return check
     return None
 
 

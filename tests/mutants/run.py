@@ -16,8 +16,8 @@ from kdgen.render import parts_of
 from tests.mutants.mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT = 1800
-VERIFY = ("-c", "from kdgen.cli import main; main()", "verify", "--json", "--backend", "cpu")
+TIMEOUT = 900
+VERIFY = ("-c", "from kdgen.cli import main; main()", "verify", "--json", "--backend", "cpu", "--jobs", "1")
 
 
 @dataclass(frozen=True)

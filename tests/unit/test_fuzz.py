@@ -21,8 +21,9 @@ from kdgen.resources import templates_dir
 from kdgen.spec import load_spec
 from kdgen.verify import draw
 from kdgen.verify.draw import MOST_CONTEXT, SeededChoices
-from kdgen.verify.fuzz import _Workers, check_case, draw_case, given_model, ranks_for
+from kdgen.verify.fuzz import _opened, check_case, draw_case, given_model, ranks_for
 from kdgen.verify.shrink import parameters
+from kdgen.verify.workers import Workers
 
 
 def kdgen_verify(*arguments: str) -> Result:
@@ -129,5 +130,5 @@ def test_options_stand_simplest_first() -> None:
 
 def test_a_worker_without_its_backend_ends_the_run() -> None:
     """A GPU that has no room for one more process is no failed model, and nothing waits for it."""
-    with _Workers("no-such-backend", 2) as workers, pytest.raises(KdgenError, match="unknown backend"):
-        list(workers.check([draw_case(0), draw_case(1)]))
+    with Workers(_opened, ("no-such-backend",), 2) as workers, pytest.raises(KdgenError, match="unknown backend"):
+        list(workers.each([draw_case(0), draw_case(1)]))

@@ -116,7 +116,7 @@ def test_no_compiler_is_an_error_not_a_finding(monkeypatch: pytest.MonkeyPatch) 
         raise BackendError("no compiler")
 
     monkeypatch.setattr(kdgen.verify.run, "load_kernels", refuse)
-    result = kdgen_verify("tiny", "--backend", "cpu")
+    result = kdgen_verify("tiny", "--backend", "cpu", "--jobs", "1")
     assert result.exit_code == 2 and "no compiler" in result.output
 
 

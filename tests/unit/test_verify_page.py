@@ -12,6 +12,7 @@ import kdgen.verify.run
 from kdgen.cli import main
 from kdgen.verify.page import render_page
 from kdgen.verify.report import Check, make_report
+from kdgen.verify.run import Task
 
 CHECKS = (
     Check("tiny", "f32", "kernel", "embed", "CPU", "ok", 1e-7, 2e-7, "embed.cu.j2", seconds=0.5),
@@ -38,9 +39,9 @@ def test_the_page_is_written_and_places_that_are_none_are_refused(tmp_path: Path
 
 
 def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kdgen.verify.run, "all_checks", lambda *_: iter(CHECKS))
-    assert kdgen.verify.run.verify(["tiny"], "cpu", fail_fast=True).checks == CHECKS[:2]
-    assert kdgen.verify.run.verify(["tiny"], "cpu").checks == CHECKS
+    monkeypatch.setattr(kdgen.verify.run, "tasks", lambda *_: [Task("part", lambda _: iter(CHECKS))])
+    assert kdgen.verify.run.verify(["tiny"], "cpu", fail_fast=True, jobs=1).checks == CHECKS[:2]
+    assert kdgen.verify.run.verify(["tiny"], "cpu", jobs=1).checks == CHECKS
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) 
             "page.html: cannot be written: there is no folder /no/such/folder",
         ),
         (["--fuzz", "1", "--save", "/no/such/folder/x.yaml"], "/no/such/folder/x.yaml: cannot be written"),
-        (["tiny", "--save", "x.yaml"], "--save, --jobs and --seed belong to --fuzz"),
+        (["tiny", "--save", "x.yaml"], "--save and --seed belong to --fuzz"),
         (["tiny", "--seed", "0"], "belong to --fuzz"),
     ],
 )

@@ -1,0 +1,27 @@
+"""Where a decode leaves the reference is found, whatever is wrong before or after."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kdgen.reference.model import ReferenceModel
+from kdgen.spec import load_spec
+from kdgen.verify.departure import first_departure
+from kdgen.weights.random import random_weights
+
+TOKENS = [5, 17, 9, 3]
+
+
+@pytest.mark.parametrize(("layer", "position"), [(0, 0), (2, 3)])
+def test_the_first_layer_and_position_are_named(layer: int, position: int) -> None:
+    spec = load_spec("tiny")
+    weights = random_weights(spec, 0)
+    cache = ReferenceModel(spec, weights).forward(TOKENS).rows.astype(np.float32)
+    assert first_departure(spec, "f32", weights, TOKENS, cache).startswith("every layer's cache rows are the reference's")
+    cache[layer, position, 1] += 1.0
+    cache[layer + 1, 0] *= 2
+    said = first_departure(spec, "f32", weights, TOKENS, cache)
+    assert said.startswith(f"layer {layer} is the first") and f"at position {position}," in said
+    cache[layer, position, 1] = np.nan
+    assert first_departure(spec, "f32", weights, TOKENS, cache).startswith(f"layer {layer} is the first")
