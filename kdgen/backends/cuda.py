@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Pointer, Replay, Source, Work
+from kdgen.backends import cuda_launch as decided
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Source, Work
 from kdgen.backends.nccl import Nccl
 from kdgen.backends.peers import shared_zeros
 from kdgen.cache import Cache
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from cuda.core import Kernel, Stream
     from cuda.core.graph import GraphBuilder
 
-#: Contexts that launches are recorded for are multiples of this, and of an eighth of the next power of two.
-CONTEXT_STEP = 1024
-RESERVED_SMEM = 1024  #: bytes of shared memory that CUDA itself takes for each block
 #: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
 OLDEST_DRIVER = 13000
 
@@ -194,13 +191,13 @@ class CudaBackend(Backend):
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         with self._reporting(f"sharing {nbytes} bytes of {self.gpu.name} with the other ranks"):
             address, everywhere = shared_zeros(self.group, nbytes)
-        table = self.to_device(np.array(everywhere, np.uint64).view(np.int32).reshape(-1, 2), "i32")
+        table = self.to_device(decided.address_table(everywhere), "i32")
         return DeviceArray(shape, dtype, address, nbytes, None), table
 
     def gather(self, work: AllGather) -> None:
         if self.group is None:
             return super().gather(work)
-        source, target = (pointer.array.address + pointer.offset for pointer in (work.source, work.target))
+        source, target = decided.address_of(work.source), decided.address_of(work.target)
         with self._reporting(work.name):
             self._communicator().all_gather(source, target, work.nbytes, int(self._launch_stream.handle))
         self._after_collective = True
@@ -218,9 +215,8 @@ class CudaBackend(Backend):
         from cuda.core import ObjectCode
 
         cubins = compile_all(everywhere(sources, [self.arch]), templates_dir() / "lib" / "gpu", cache=self._cache)
-        if self.gpu.compute_capability >= (9, 0):
-            self._clusters |= {source.name: source.cluster for source in sources}
-        blocks = {source.name: source.block // self._clusters.get(source.name, 1) for source in sources}
+        self._clusters |= {source.name: decided.blocks_of_cluster(self.gpu.compute_capability, source.cluster) for source in sources}
+        blocks = {source.name: source.block // self._clusters[source.name] for source in sources}
         for cubin in cubins:
             with self._reporting(f"loading kernel {cubin.name}"):
                 kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.name)
@@ -243,8 +239,8 @@ class CudaBackend(Backend):
         return self.gpu.memory_bytes
 
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
-        shape = array.shape if rows is None else (min(rows, array.shape[0]), *array.shape[1:])
-        source = self._array(array)[: math.prod(shape)]
+        shape, count = decided.elements(array.shape, rows)
+        source = self._array(array)[:count]
         self.synchronize()  # first, so that a kernel's failure is told as one
         with self._reporting("copying from the GPU"):
             values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
@@ -286,17 +282,17 @@ class CudaBackend(Backend):
             raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
         if len(each.args) != loaded.num_arguments:
             raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
-        overlap = each.kernel in self._overlapping and self.gpu.compute_capability >= (9, 0) and not self._after_collective
+        waits_itself, after_collective = each.kernel in self._overlapping, self._after_collective
         self._after_collective = False
-        blocks = self._clusters.get(each.kernel, 1)
+        shape = decided.shape_of(each, self.gpu.compute_capability, self._clusters[each.kernel], waits_itself, after_collective)
         config = LaunchConfig(
-            grid=each.grid,  # of clusters
-            cluster=blocks if blocks > 1 else None,
-            block=each.block // blocks,
-            shmem_size=each.smem,
-            programmatic_stream_serialization=overlap,
+            grid=shape.grid,
+            cluster=shape.cluster,
+            block=shape.block,
+            shmem_size=shape.smem,
+            programmatic_stream_serialization=shape.early,
         )
-        launch(where, config, loaded, *map(_scalar, each.args))
+        launch(where, config, loaded, *map(decided.scalar, each.args))
 
     def record(self, work: Sequence[Work]) -> Replay:
         """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""
@@ -339,8 +335,7 @@ class CudaBackend(Backend):
     def recorded_context(self, context: int) -> int:
         """Coarser where it is longer: blocks beyond the true context end at once, and recording a deep model takes tens of
         milliseconds."""
-        step = max(CONTEXT_STEP, 1 << max(0, (context - 1).bit_length() - 3))
-        return -(-context // step) * step
+        return decided.recorded_context(context)
 
     def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
         return _PinnedMailbox(self, arrays)
@@ -352,7 +347,7 @@ class CudaBackend(Backend):
         def stop() -> float:
             end.record(self._stream)
             end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3
+            return decided.seconds(float(start.elapsed_time(end)))
 
         return stop
 
@@ -376,15 +371,14 @@ class CudaBackend(Backend):
         from cuda.bindings import driver
 
         attributes, device = driver.CUfunction_attribute, driver.CUdevice(0)
-        if cubin.dynamic_smem > 48 * 1024:
+        if decided.needs_opt_in(cubin.dynamic_smem):
             (status,) = driver.cuKernelSetAttribute(
                 attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, cubin.dynamic_smem, kernel.handle, device
             )
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise BackendError(f"{cubin.dynamic_smem} bytes of dynamic shared memory are refused: {status.name}")
         together = kernel.occupancy.max_active_blocks_per_multiprocessor(block, cubin.dynamic_smem)
-        needed = together * (cubin.smem + RESERVED_SMEM)
-        percent = min(100, max(50, -(-100 * needed // self.gpu.shared_memory)))
+        percent = decided.carveout(together, cubin.smem, self.gpu.shared_memory)
         (status,) = driver.cuKernelSetAttribute(
             attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent, kernel.handle, device
         )
@@ -424,40 +418,33 @@ class _PinnedMailbox(Mailbox):
                 ([pinned(math.prod(a.shape), _numba_dtype(a.dtype)) for a in self._arrays], backend._numba.event(timing=False))
                 for _ in range(2)
             ]
-        self._waiting: deque[tuple[list[npt.NDArray[np.generic]], Any, str]] = deque()
-        self._next = 0
+        self._ring = decided.Ring(len(self._slots))
+        self._launched = [""] * len(self._slots)
 
     def post(self) -> None:
-        if len(self._waiting) == len(self._slots):
-            raise ValueError("the mailbox is full: take before you post again")
-        copies, event = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        launched = self._cuda._launched()
+        slot = self._ring.post()
+        copies, event = self._slots[slot]
+        self._launched[slot] = self._cuda._launched()
         with self._cuda._reporting("copying from the GPU"):
             for array, copy in zip(self._arrays, copies, strict=True):
                 self._cuda._array(array).copy_to_host(copy, stream=self._cuda._stream)
             event.record(self._cuda._stream)
-        self._waiting.append((copies, event, launched))
 
     def take(self) -> tuple[npt.NDArray[np.generic], ...]:
-        copies, event, launched = self._waiting.popleft()
-        with self._cuda._reporting(f"waiting for kernels ({launched})"):
+        slot = self._ring.take()
+        copies, event = self._slots[slot]
+        with self._cuda._reporting(f"waiting for kernels ({self._launched[slot]})"):
             event.synchronize()
         return tuple(copy.reshape(array.shape).copy() for array, copy in zip(self._arrays, copies, strict=True))
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self._ring.clear()
 
 
 def _numba_dtype(dtype: DType) -> np.dtype[np.generic]:
     """How numba stores it: it knows bf16 only as bits."""
     names: dict[DType, str] = {"f32": "float32", "bf16": "uint16", "i32": "int32", "f64": "float64", "u8": "uint8"}
     return np.dtype(names[dtype])
-
-
-def _scalar(arg: Argument) -> np.generic:
-    """cuda.core passes a NumPy scalar's bytes as they are, so its type has to be the parameter's."""
-    return np.uint64(arg.array.address + arg.offset) if isinstance(arg, Pointer) else np.int32(arg)
 
 
 def _error_name(driver: ctypes.CDLL, status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_collectives_of_a_step() -> None:
     assert step.collectives == 1 + 2 * 61 + 1 + 1
     assert step.collective_bytes == 7 * 8 * (7168 * (1 + 2 * 61 + 1) + 2)
     assert k26(1).decode.collectives == 0 == k26(1).decode.collective_seconds
+
+
+def test_sums_of_many_rows_are_two_collectives() -> None:
+    """Eight rows: parts go to the ranks that sum them, sums to all; the choice, two words a row, stays one."""
+    step = forecast(load_spec("k26"), H200, 8, nodes=7).verify
+    assert step.collectives == 2 * (1 + 2 * 61 + 1) + 1
+    assert step.collective_bytes == (1 + 2 * 61 + 1) * 2 * 8 * 7168 * 8 * 7 // 8 + 7 * 8 * 2 * 8
+
+
+@pytest.mark.parametrize(("gpu", "latency", "link"), [("h200", 5e-6, 450e9), ("rtx-pro-6000", 12e-6, 64e9)])
+def test_seconds_of_collectives(gpu: str, latency: float, link: float) -> None:
+    """Each takes its latency, and bytes leave at the link's bandwidth, in bytes a second."""
+    step = forecast(load_spec("k26"), gpu_model(gpu), 8).decode
+    assert step.collective_seconds == pytest.approx(step.collectives * latency + step.collective_bytes / link)
+    assert sum(part.seconds for part in step.parts) == pytest.approx(step.seconds - step.collective_seconds)
+
+
+def test_a_drafts_collectives_count() -> None:
+    """Blocks of 8 rows: thirteen sums over many rows, and the logits, an eighth of 163,840 for each row to seven others."""
+    found = k26().draft_seconds
+    slow = forecast(load_spec("k26"), dataclasses.replace(H200, nvlink=False), 8).draft_seconds
+    assert slow - found == pytest.approx((2 * (1 + 2 * 6) + 1) * 7e-6)
+    narrow = forecast(load_spec("k26"), dataclasses.replace(H200, link_bandwidth=45e9), 8).draft_seconds
+    sent = 13 * 2 * 8 * 7168 * 8 * 7 // 8 + 8 * 163_840 // 8 * 8 * 7
+    assert narrow - found == pytest.approx(9 * sent / 450e9)
 
 
 def test_experts_that_several_tokens_hit() -> None:
