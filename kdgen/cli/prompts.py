@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
 from kdgen.cli.output import warn
 from kdgen.errors import KdgenError
 from kdgen.fields import show
+from kdgen.inputs import MAX_TEXT_BYTES
 from kdgen.tokenizer import TextFiles, Tokenizer
 
 
@@ -25,7 +27,8 @@ def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
         if not where:
             raise KdgenError("--prompt-ids: @ stands before a file's name, and there is none")
         try:
-            text = Path(where).read_text(encoding="utf-8")
+            with Path(where).open("rb") as file:  # which may be a pipe: the shell's <(…)
+                text = _bounded(file, where).decode("utf-8")
         except OSError as error:
             raise KdgenError(f"{where}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
@@ -43,6 +46,14 @@ def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def _bounded(file: BinaryIO, where: str) -> bytes:
+    """What ``file`` holds. Raises KdgenError when that is no prompt: a device never ends."""
+    content = file.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise KdgenError(f"{where}: is longer than {MAX_TEXT_BYTES} bytes, so it is no prompt")
+    return content
+
+
 def read_text(option: str | None) -> str:
     """The prompt's text: the option's, or what stands on stdin, less one newline at its end, where the option is ``-`` or left out.
 
@@ -53,7 +64,7 @@ def read_text(option: str | None) -> str:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-ids IDS, or pipe text in")
     if option is None or option == "-":
         where = "stdin"
-        content: bytes = sys.stdin.buffer.read()
+        content = _bounded(sys.stdin.buffer, where)
         content = content.removesuffix(b"\n").removesuffix(b"\r")  # the newline that echo and editors put at an end
     else:
         content = as_given(option)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kdgen.errors import KdgenError
+from kdgen.inputs import read_input
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Prompt:
 def read_prompts(file: Path) -> list[Prompt]:
     """Raises KdgenError when the file cannot be read, or is none that ``write_prompts`` wrote."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["prompts"]
+        found = json.loads(read_input(file))["prompts"]
         return [Prompt(str(each["path"]), int(each["line"]), tuple(map(int, each["tokens"]))) for each in found]
     except OSError as error:
         raise KdgenError(f"{file}: cannot be read: {error.strerror or error}") from None

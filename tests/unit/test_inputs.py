@@ -103,6 +103,8 @@ def test_commands_end_at_once_with_the_name_of_the_file(tmp_path: Path, model: P
             KINDS[kind](path)
             calls.append(command(path))
             names.append((str(path), kind))
+    calls.append(["generate", "--model", str(model), "--backend", "cpu", "--prompt-ids", "@/dev/zero"])
+    names.append(("/dev/zero", "device"))
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
         "from click.testing import CliRunner; from kdgen.cli import main\n"
@@ -115,4 +117,4 @@ def test_commands_end_at_once_with_the_name_of_the_file(tmp_path: Path, model: P
     assert len(lines) == len(calls), done.stderr
     for line, (path, kind) in zip(lines, names, strict=True):
         assert line.startswith("2 kdgen: error: ") and f"{path}: " in line and len(line) < 1000, line
-        assert f"it is a {kind}" in line or "is no file" in line or "missing" in line, line
+        assert f"it is a {kind}" in line or "is no file" in line or "missing" in line or "so it is no prompt" in line, line
