@@ -364,10 +364,15 @@ class CpuBackend(Backend):
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
 
     def vast(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """Zeros, of which only the pages that are touched take memory: for indices beyond what a machine could fill. Nothing guards it."""
+        """Zeros, of which only the pages that are touched take memory: for indices beyond what a machine could fill. Nothing guards it.
+
+        Raises BackendError when the system gives this process no such range of addresses.
+        """
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        memory = np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
+        try:
+            memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), np.uint8)
+        except OSError as error:
+            raise BackendError(f"no {nbytes} bytes of addresses: {error.strerror}") from error
         return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, _Mapped(self._runtime, memory, memory.ctypes.data, nbytes))
 
     def memory_limit(self) -> int | None:

@@ -12,7 +12,18 @@ from kdgen.plan.attention import WGMMA_TILE
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
 from kdgen.reference import ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, cache_input, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows
+from kdgen.verify.bench import (
+    Bench,
+    Registry,
+    cache_slots,
+    check_rows,
+    for_template,
+    guard,
+    poison,
+    sequences_apart,
+    split_guard,
+    written_rows,
+)
 from kdgen.verify.shares import drawn_shares, grouped_rows
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
@@ -52,12 +63,13 @@ def check_rope_cache(bench: Bench) -> None:
         source[:, p.kv_a_offset : p.kv_a_offset + row] = kv_a[rows]
         q_rows = q[rows].copy()
         q_rows[..., :nope] = np.nan
-        cache = bench.poisoned(bench.act, sequences, capacity, row)
+        unwritten = poison(bench.act, sequences, capacity, row)
+        cache, numbers = bench.far_apart(unwritten)
         query = bench.poisoned(bench.act, guard(count), p.heads, row)
-        meta = [bench.input(values[rows]) for values in (sequence, positions, slots)]
+        meta = [bench.input(values) for values in (numbers[sequence[rows]], positions[rows], slots[rows])]
         tables = [bench.input(table) for table in (weight, q_rows, cos, sin)]
         bench.launch(bench.integer(count), *meta, bench.input(source.reshape(-1)), *tables, cache, query, capacity, tokens=count)
-        written = written_rows(bench, cache, sequence[rows], slots[rows])
+        written = written_rows(bench, cache, numbers, unwritten, sequence[rows], slots[rows])
         rotated = split_guard(bench, "query", bench.read(query), count)
         bench.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
         return {"kv_cache": written, "query": rotated[..., p.kv_lora :]}
@@ -204,13 +216,14 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
     values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
+    cache, numbers = sequences_apart(bench, rows.cache)
+    capacity, sequences = cache_slots(bench, rows.cache.shape[1]), numbers[rows.sequences]
     if wgmma:
-        seen = [bench.input(drawn_shares(bench, rows.sequences, rows.positions, rows.prefixes))]
+        seen = [bench.input(drawn_shares(bench, sequences, rows.positions, rows.prefixes))]
     else:
-        seen = [bench.integer(count), *(bench.input(values) for values in (rows.sequences, rows.positions, rows.prefixes))]
-    cache = cache_input(bench, rows.cache)
+        seen = [bench.integer(count), *(bench.input(values) for values in (sequences, rows.positions, rows.prefixes))]
     bench.launch(
-        *seen, bench.input(rows.paths), bench.input(rows.query), cache, *outputs, cache.shape[1], splits,
+        *seen, bench.input(rows.paths), bench.input(rows.query), cache, *outputs, capacity, splits,
         tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
     )  # fmt: skip
     live = np.zeros((guard(count), splits), bool)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Pointer
 from kdgen.backends.cpu import CpuBackend
+from kdgen.errors import BackendError
 from kdgen.key_tiles import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import DType, Kernel, Plan
 from kdgen.spec import Spec
@@ -162,11 +163,27 @@ class Bench:
         if not isinstance(self.backend, CpuBackend) or self.backend.mode != "plain":
             return self.input(values), np.arange(len(values), dtype=np.int32)
         size = values[0].nbytes
-        array = self.backend.vast((count, size), "u8")
+        try:
+            array = self.backend.vast((count, size), "u8")
+        except BackendError:  # the system gives no process so many addresses
+            return self.input(values), np.arange(len(values), dtype=np.int32)
         self._arrays.append(array)
         for place, value in zip(places, values, strict=True):
             self.backend.write(array, np.ascontiguousarray(value).reshape(-1).view(np.uint8), int(place) * size)
         return array, places
+
+    def far_apart(self, parts: Array) -> tuple[DeviceArray, Array]:
+        """A cache's ``parts`` [few, …] on the device, as ``spread`` has them, the last one behind 2^31 elements, so that 32 bits are too few
+        for its place; and their numbers.
+        """
+        count = 2**31 // parts[0].size + len(parts)
+        return self.spread(parts, np.linspace(0, count - 1, len(parts)).astype(np.int32), count)
+
+    def read_parts(self, array: DeviceArray, numbers: Array, like: Array) -> Array:
+        """The parts of those numbers of what ``far_apart`` or ``spread`` made, with the type and shape of ``like`` [few, …]."""
+        size = like[0].nbytes
+        parts = [DeviceArray((size,), "u8", array.address + int(number) * size, size, array.handle) for number in numbers]
+        return np.stack([self.read(part) for part in parts]).view(like.dtype).reshape(like.shape)
 
     def integer(self, value: int) -> DeviceArray:
         return self.input(np.array([value], np.int32))
@@ -262,22 +279,31 @@ def cache_slots(bench: Bench, slots: int) -> int:
     return -(-slots // TILE) * TILE if bench.plan.key_tiles else slots
 
 
-def cache_input(bench: Bench, rows: Array) -> DeviceArray:
-    """Cache rows [..., slots, width] on the device, as the kernel's cache lies in memory; behind them NaN up to whole tiles."""
+def sequences_apart(bench: Bench, rows: Array) -> tuple[DeviceArray, Array]:
+    """Cache rows [sequences, slots, width] on the device as the kernel's cache has them, as far apart as in a cache of many sequences; and
+    the numbers of these sequences there.
+    """
+    return bench.far_apart(in_slots(bench, rows))
+
+
+def in_slots(bench: Bench, rows: Array) -> Array:
+    """Cache rows [..., slots, width] as they lie in memory; behind them NaN up to whole tiles."""
     missing = cache_slots(bench, rows.shape[-2]) - rows.shape[-2]
     whole = np.concatenate([rows, np.full((*rows.shape[:-2], missing, rows.shape[-1]), np.nan, rows.dtype)], axis=-2)
-    return bench.input(to_tiles(whole) if bench.plan.key_tiles else whole)
+    return to_tiles(whole) if bench.plan.key_tiles else whole
 
 
-def read_cache(bench: Bench, cache: DeviceArray) -> Array:
-    """The rows [..., slots, width] of a cache on the device."""
-    rows = bench.read(cache)
-    return from_tiles(rows) if bench.plan.key_tiles else rows
+def read_cache(bench: Bench, device: DeviceArray, numbers: Array, like: Array) -> Array:
+    """The rows of a cache ``like`` [sequences, slots, width], whose sequences have these ``numbers`` on the device."""
+    parts = bench.read_parts(device, numbers, like)
+    return from_tiles(parts) if bench.plan.key_tiles else parts
 
 
-def written_rows(bench: Bench, device: DeviceArray, sequence: Array, slots: Array) -> Array:
-    """The rows at ``slots`` of each ``sequence`` of a cache [sequences, slots, width], once the others are seen to be untouched."""
-    cache = read_cache(bench, device)
+def written_rows(bench: Bench, device: DeviceArray, numbers: Array, like: Array, sequence: Array, slots: Array) -> Array:
+    """The rows at ``slots`` of each ``sequence`` of a cache ``like`` [sequences, slots, width], once the others are seen to be untouched.
+    On the device its sequences have these ``numbers``.
+    """
+    cache = read_cache(bench, device, numbers, like)
     written = np.zeros(cache.shape[:2], bool)
     written[sequence, slots] = True
     bench.findings.untouched("kv_cache in other slots", cache[~written])

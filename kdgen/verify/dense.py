@@ -167,9 +167,10 @@ def check_embed(bench: Bench) -> None:
     table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
     tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
     tokens[[0, -1]] = vocab - 1, 0
+    places = np.linspace(0, p.rows - 1, vocab).astype(np.int32)  # a slice's rows: the first, …, the last
     expected = table[tokens].astype(np.float64)
     if p.sharded:
-        _check_sharded_embed(bench, table, tokens, expected)
+        _check_sharded_embed(bench, table, places, tokens, expected)
         return
     tokens[2::5] = ~tokens[2::5]  # roots that logits with a NaN or an infinity chose
     expected[2::5] = table[0]
@@ -177,23 +178,25 @@ def check_embed(bench: Bench) -> None:
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         residual = bench.poisoned("f32", guard(count), p.hidden)
-        bench.launch(bench.integer(count), bench.input(tokens[rows]), bench.input(table), residual, tokens=count)
+        whole, ids = bench.spread(table, places, p.rows)
+        bench.launch(bench.integer(count), bench.input(ids[tokens[rows]]), whole, residual, tokens=count)
         return {"residual": split_guard(bench, "residual", bench.read(residual), count)}
 
     check_rows(bench, run, {"residual": (expected, np.zeros(1))})
 
 
-def _check_sharded_embed(bench: Bench, table: Array, tokens: Array, expected: Array) -> None:
+def _check_sharded_embed(bench: Bench, table: Array, places: Array, tokens: Array, expected: Array) -> None:
     """A rank's rows of the table begin at token ``first``; tokens before and behind them are others' and get zeros."""
     p, first = bench.p, 1000
-    tokens = tokens + first
-    tokens[1], tokens[2] = first - 1, first + p.rows
     expected[1:3] = 0.0
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         y, residual = (bench.poisoned("f32", guard(count), p.hidden) for _ in range(2))
-        source = bench.integer(count), bench.input(tokens[rows]), bench.input(table), first
+        whole, numbers = bench.spread(table, places, p.rows)
+        ids = numbers[tokens] + first
+        ids[1], ids[2] = first - 1, first + p.rows
+        source = bench.integer(count), bench.input(ids[rows].astype(np.int32)), whole, first
         if p.outbox:
             inboxes = Inboxes(bench, p.outbox.ranks, p.outbox.width, count, p.outbox.counters)
             bench.launch(*source, *inboxes.arguments(), residual, tokens=count)

@@ -76,7 +76,7 @@ def groups() -> Iterator[Group]:
         found = [_group(model, plan, small, "full", seen), _group(model, plan, sliced, "slice", seen)]
         seen += [kernel for group in found for kernel in group.plan.kernels]
         yield from found
-    yield _group(model, build_plan(model, "f32"), ["router_logits"], "slice")
+    yield _group(model, build_plan(model, "f32"), ["router_logits", "experts_f32"], "slice")
     wider = _changed(model, "k26-wider", WIDER)
     yield _group(wider, build_plan(wider), ["linear_and_router"], "slice")
     yield _group(wider, build_plan(wider).on("sm_90a"), ["combine_and_heads"], "slice")

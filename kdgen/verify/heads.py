@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kdgen.reference import ops
 from kdgen.verify import tolerances
 from kdgen.verify.attention import drawn_angles
-from kdgen.verify.bench import SLICE_TILES, Bench, Registry, cache_slots, check_rows, for_template, guard, split_guard, written_rows
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, cache_slots, check_rows, for_template, guard, poison, split_guard, written_rows
 from kdgen.verify.dense import interleaved
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
@@ -72,13 +72,13 @@ def check_norm_and_cache(bench: Bench) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        inputs = [
-            bench.input(each) for each in (sequence[rows], positions[rows], slots[rows], projected[rows], gain, latent_gain, cos, sin)
-        ]
+        unwritten = poison(bench.act, sequences, capacity, row)
+        cache, numbers = bench.far_apart(unwritten)
+        meta = numbers[sequence[rows]], positions[rows], slots[rows]
+        inputs = [bench.input(each) for each in (*meta, projected[rows], gain, latent_gain, cos, sin)]
         q_a = bench.poisoned(bench.act, guard(count), norm.width)
-        cache = bench.poisoned(bench.act, sequences, capacity, row)
         bench.launch(bench.integer(count), *inputs, q_a, cache, capacity, tokens=count)
-        written = written_rows(bench, cache, sequence[rows], slots[rows])
+        written = written_rows(bench, cache, numbers, unwritten, sequence[rows], slots[rows])
         return {"q_a": split_guard(bench, "q_a", bench.read(q_a), count), "kv_cache": written}
 
     q, latent, key = np.split(projected, [norm.width, norm.width + p.kv_lora], axis=1)

@@ -14,7 +14,7 @@ from kdgen.plan.kernels import top_k_part_size, top_k_parts
 from kdgen.reference import ops
 from kdgen.reference import tree as reference
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, cache_input, check_rows, for_template, guard, poison, read_cache, split_guard
+from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, in_slots, poison, read_cache, split_guard
 
 Array = NDArray[Any]
 
@@ -385,9 +385,9 @@ def _trees(bench: Bench, trees: list[reference.Tree]) -> list[DeviceArray]:
 
 @for_template(CHECKS, ["tree_rows.cu.j2"])
 def check_tree_rows(bench: Bench) -> None:
-    for step in (*_steps(bench), *_steps(bench), *_steps(bench)):
+    for step in (*_steps(bench), *_steps(bench), *_steps(bench), bench.rng.permutation(CROWD)[:9].astype(np.int32)):
         trees = [_random_tree(bench, int(bench.rng.choice(TREE_SIZES))) for _ in step]
-        lengths, nodes = _lengths(bench), [tree.size + 1 for tree in trees]
+        lengths, nodes = _lengths(bench, CROWD), [tree.size + 1 for tree in trees]
         rows, begins = sum(nodes), np.cumsum([0, *nodes])
         begin, number = bench.poisoned("i32", len(step) + 1), bench.poisoned("i32", 1)
         columns = [bench.poisoned("i32", guard(rows)) for _ in range(5)]
@@ -483,20 +483,25 @@ def check_kv_compact(bench: Bench) -> None:
             accepted = [tree.path(end) for tree, end in zip(trees, ends, strict=True)]
             prefixes = bench.rng.integers(0, capacity - MAX_NODES, len(step))
             cache = bench.random(bench.act, layers, SEQUENCES, capacity, p.row)
-            device = cache_input(bench, cache)
+            slots = in_slots(bench, cache).reshape(layers * SEQUENCES, -1, p.row)
+            most = 2**31 // slots[0].size + SEQUENCES  # sequences of a cache beyond 2^31 elements
+            places = np.arange(layers)[:, None] * most + np.linspace(0, most - 1, SEQUENCES).astype(int)
+            device, numbers = bench.spread(slots, places.reshape(-1), layers * most)
+            most = SEQUENCES if numbers[1] == 1 else most  # where they are side by side
             meta = [
                 np.array([len(step)]),
                 np.arange(len(step) + 1) * nodes,
                 np.array([len(path) for path in accepted]),
                 np.stack([_padded(np.array(path), MAX_PATH) for path in accepted]),
-                np.repeat(step, nodes),
+                np.repeat(numbers[step], nodes),
                 np.repeat(prefixes, nodes),
             ]
             inputs = [bench.input(values.astype(np.int32)) for values in meta]
-            bench.launch(*inputs, device, device.shape[-2], SEQUENCES, grid={0: layers}, sequences=len(step))
+            bench.launch(*inputs, device, slots.shape[1], most, grid={0: layers}, sequences=len(step))
             expected = cache.copy()
             for sequence, prefix, path in zip(step, prefixes, accepted, strict=True):
                 kept = reference.compact(cache[:, sequence], int(prefix), path)
                 expected[:, sequence, : kept.shape[1]] = kept
-            bench.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", read_cache(bench, device)[..., :capacity, :], expected)
+            got = read_cache(bench, device, numbers, slots).reshape(layers, SEQUENCES, -1, p.row)[:, :, :capacity]
+            bench.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", got, expected)
             bench.release()

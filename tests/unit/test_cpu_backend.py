@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kdgen.backends import cpu, host_compiler, line_table
-from kdgen.backends.base import Argument, Pointer, Source
+from kdgen.backends.base import Argument, DeviceArray, Pointer, Source
 from kdgen.backends.cpu import NUMPY_DTYPES, SHARED_LIMIT, CpuBackend, Mode
 from kdgen.backends.host_compiler import HostCompiler
 from kdgen.errors import BackendError, CompileError
@@ -116,6 +116,20 @@ def test_empty_is_poison_and_aligned(backend: CpuBackend, nbytes: int) -> None:
 def test_empty_floats_are_nan(backend: CpuBackend) -> None:
     for dtype in ("f32", "bf16", "f64"):
         assert np.isnan(backend.to_host(backend.empty((9,), dtype)).astype(np.float64)).all()
+
+
+def test_vast_memory_costs_what_is_touched(backend: CpuBackend) -> None:
+    array = backend.vast((2**34,), "u8")
+    before = int(Path("/proc/self/statm").read_text().split()[1])
+    backend.write(array, np.arange(4, dtype=np.uint8), 2**34 - 4)
+    last = DeviceArray((8,), "u8", array.address + 2**34 - 8, 8, array.handle)
+    assert backend.to_host(last).tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    assert int(Path("/proc/self/statm").read_text().split()[1]) - before < 1000  # pages
+    backend.free(array)
+    with pytest.raises(BackendError, match="was freed"):
+        backend.to_host(last)
+    with pytest.raises(BackendError, match="bytes of addresses"):
+        backend.vast((2**50,), "u8")
 
 
 def test_refused_writes(backend: CpuBackend) -> None:
