@@ -173,11 +173,11 @@ class Bench:
         return array, places
 
     def far_apart(self, parts: Array) -> tuple[DeviceArray, Array]:
-        """A cache's ``parts`` [few, …] on the device, as ``spread`` has them, the last one behind 2^31 elements, so that 32 bits are too few
-        for its place; and their numbers.
+        """A cache's ``parts`` [few, …] on the device, as ``spread`` has them, and their numbers. The last part's place takes more than 32
+        bits.
         """
         count = 2**31 // parts[0].size + len(parts)
-        return self.spread(parts, np.linspace(0, count - 1, len(parts)).astype(np.int32), count)
+        return self.spread(parts, spaced(len(parts), count), count)
 
     def read_parts(self, array: DeviceArray, numbers: Array, like: Array) -> Array:
         """The parts of those numbers of what ``far_apart`` or ``spread`` made, with the type and shape of ``like`` [few, …]."""
@@ -234,6 +234,11 @@ class Bench:
             kernel.smem,
             [argument if isinstance(argument, int) else Pointer(argument) for argument in arguments],
         )
+
+
+def spaced(few: int, count: int) -> NDArray[np.int32]:
+    """So many of ``count`` items: the first, …, the last."""
+    return np.asarray(np.arange(few) * (count - 1) // max(1, few - 1), np.int32)
 
 
 def poison(dtype: DType, *shape: int) -> Array:

@@ -13,7 +13,7 @@ from kdgen.plan.ir import Kernel
 from kdgen.plan.kernels import unsent
 from kdgen.reference import ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.inboxes import Inboxes
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
@@ -167,7 +167,7 @@ def check_embed(bench: Bench) -> None:
     table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
     tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
     tokens[[0, -1]] = vocab - 1, 0
-    places = np.linspace(0, p.rows - 1, vocab).astype(np.int32)  # a slice's rows: the first, …, the last
+    places = spaced(vocab, p.rows)
     expected = table[tokens].astype(np.float64)
     if p.sharded:
         _check_sharded_embed(bench, table, places, tokens, expected)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kdgen.plan.ir import Kernel
 from kdgen.reference import int4, ops
 from kdgen.verify import tolerances
-from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.dense import interleaved
 from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
 
@@ -214,7 +214,7 @@ def check_experts(bench: Bench) -> None:
     topk = _random_topk(bench, most, experts, top_k)
     x = bench.random(bench.act, most, x_places, p.cols)
     packed, w, group_terms = _expert_weights(bench, experts, wanted)
-    far = np.linspace(0, (spec.n_routed_experts or 0) - 1, experts).astype(np.int32)  # a slice's experts: the first, …, the last
+    far = spaced(experts, spec.n_routed_experts or 0)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)

@@ -14,7 +14,7 @@ from kdgen.plan.kernels import top_k_part_size, top_k_parts
 from kdgen.reference import ops
 from kdgen.reference import tree as reference
 from kdgen.verify import tolerances
-from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, in_slots, poison, read_cache, split_guard
+from kdgen.verify.bench import Bench, Registry, check_rows, for_template, guard, in_slots, poison, read_cache, spaced, split_guard
 
 Array = NDArray[Any]
 
@@ -485,7 +485,7 @@ def check_kv_compact(bench: Bench) -> None:
             cache = bench.random(bench.act, layers, SEQUENCES, capacity, p.row)
             slots = in_slots(bench, cache).reshape(layers * SEQUENCES, -1, p.row)
             most = 2**31 // slots[0].size + SEQUENCES  # sequences of a cache beyond 2^31 elements
-            places = np.arange(layers)[:, None] * most + np.linspace(0, most - 1, SEQUENCES).astype(int)
+            places = np.arange(layers)[:, None] * most + spaced(SEQUENCES, most)
             device, numbers = bench.spread(slots, places.reshape(-1), layers * most)
             most = SEQUENCES if numbers[1] == 1 else most  # where they are side by side
             meta = [
