@@ -525,7 +525,16 @@ def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument], ear
     text = text.replace("{other}", place(error.other, earlier) or "unknown line").replace("{earlier}", f"kernel {earlier.source.name}")
     thread = "" if error.thread == _NO_THREAD else f" block {tuple(error.block)} thread {error.thread}"
     here = place(error.where)
-    return f"kernel {loaded.source.name}{thread}{f' at {here}' if here else ''}: {text}"
+    places = dict.fromkeys((here, place(error.other)))
+    shown = "".join(f"\n  {where}: {line}" for where in places if (line := _line_of(loaded.source, where)))
+    return f"kernel {loaded.source.name}{thread}{f' at {here}' if here else ''}: {text}{shown}"
+
+
+def _line_of(source: Source, place: str) -> str:
+    """The line of a kernel's text that ``place``, NAME.cu:LINE, names: the text exists in memory alone. Empty for other places."""
+    name, _, number = place.rpartition(":")
+    lines = source.text.split("\n")
+    return lines[int(number) - 1].strip() if name == f"{source.name}.cu" and 0 < int(number) <= len(lines) else ""
 
 
 def _buffer_name(address: int, args: Sequence[Argument]) -> str:

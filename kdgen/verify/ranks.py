@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kdgen.errors import KdgenError
@@ -41,6 +42,7 @@ class Job:
     exchange: Exchange
     family: Family
     programs: bool  #: run every program under the checker, instead of decoding
+    errors: str  #: a folder; a rank that ends early writes there why, before the others can notice
 
 
 def check_ranks(
@@ -50,18 +52,27 @@ def check_ranks(
     """The checks of ``check_decodes``, or of ``check_programs``, by ``ranks`` processes; the figure of each is the largest of any rank.
     A GPU takes the plan of its own family.
 
-    Raises KdgenError when a rank fails otherwise than by a check, with what it said.
+    The first check that fails on a rank ends the job, for that rank no longer takes the steps that the others wait for. Raises KdgenError
+    then, and when a rank fails otherwise, with what the first of them said.
     """
-    job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family, programs)
-    command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    said_in = tempfile.TemporaryDirectory(prefix="kdgen-ranks-")
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, said_in as folder:
+        job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family, programs, folder)
+        command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
         code = run_ranks(command, ranks, output=output, errors=errors)
         for file in (output, errors):
             file.seek(0)
         if code:
-            raise KdgenError(f"{ranks} ranks of {spec.name} ended with {code}: {errors.read().decode(errors='replace').strip()}")
+            said = _first_said(Path(folder)) or errors.read().decode(errors="replace").strip()
+            raise KdgenError(f"{ranks} ranks of {spec.name}, {exchange}, ended with {code}: {said}")
         found = [[Check(**values) for values in checks] for checks in json.loads(output.read())]
     return [_together(each, f"{ranks} ranks, {exchange}") for each in zip(*found, strict=True)]
+
+
+def _first_said(folder: Path) -> str:
+    """What the first rank that ended early wrote; empty where none did."""
+    files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return files[0].read_text(encoding="utf-8") if files else ""
 
 
 def _together(found: Sequence[Check], who: str) -> Check:
@@ -76,16 +87,31 @@ def _together(found: Sequence[Check], who: str) -> Check:
 
 
 def run_rank(job: Job) -> list[list[Check]] | None:
-    """This process's part of ``job``: on rank 0 what every rank found, else None."""
-    spec = Spec.from_mapping(job.spec)
+    """This process's part of ``job``: on rank 0 what every rank found, else None.
+
+    Raises KdgenError for the first check that fails where there are other ranks, and writes why before these can notice.
+    """
     with joined(place_in(os.environ)) as group:
-        if job.programs:
-            return _of_all(group, [check_programs(Model(spec, job.compute, job.family), group, job.exchange)])
-        backend, shard = open_shard(group, job.backend, exchange=job.exchange)
-        case = next((case for case in model_cases() if case.name == job.case), None)
-        subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
-        found = list(check_decodes(backend, subject, SITUATIONS[: job.situations], shard, job.family))
-        return _of_all(group, found)
+        try:
+            return _of_all(group, list(_checks(job, group)))
+        except KdgenError as error:
+            rank = 0 if group is None else group.rank
+            (Path(job.errors) / f"rank-{rank}").write_text(f"rank {rank}: {error}", encoding="utf-8")
+            raise
+
+
+def _checks(job: Job, group: Group | None) -> Iterator[Check]:
+    spec = Spec.from_mapping(job.spec)
+    if job.programs:
+        yield check_programs(Model(spec, job.compute, job.family), group, job.exchange)
+        return
+    backend, shard = open_shard(group, job.backend, exchange=job.exchange)
+    case = next((case for case in model_cases() if case.name == job.case), None)
+    subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
+    for check in check_decodes(backend, subject, SITUATIONS[: job.situations], shard, job.family):
+        if check.status == "failed" and group is not None:
+            raise KdgenError(f"{check.name}: {check.why}")
+        yield check
 
 
 def _of_all(group: Group | None, found: list[Check]) -> list[list[Check]] | None:

@@ -689,6 +689,8 @@ def test_every_bug_is_caught_by_kernel_and_line(name: str, seed: int, run: Run) 
     found = re.match(rf"kernel {name} block \([012], 0, 0\) thread \d+ at {name}\.cu:(\d+): ", str(caught.value))
     assert found, caught.value
     assert re.search(rf"at {name}\.cu:({'|'.join(map(str, lines))}): ", str(caught.value)), caught.value
+    line = re.search(rf"\n  {name}\.cu:(\d+): (.+)", str(caught.value))  # the text is in no file that a reader could open
+    assert line and line[2] == source(name, case).text.split("\n")[int(line[1]) - 1].strip(), caught.value
     if "(unknown line)" in str(caught.value) or "{" in str(caught.value):
         pytest.fail(f"a place is missing: {caught.value}")
 
