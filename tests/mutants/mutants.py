@@ -1190,7 +1190,62 @@ HOST = [
     ),
 ]
 
-MUTANTS: tuple[Mutant, ...] = (*TEMPLATES, *PLAN, *HOST)
+#: Of what no CPU runs: kdgen verify reads it in PTX.
+GPU = _in(
+    "templates/lib/gpu/primitives.cuh",
+    ("halves of a pair swapped", '"f"(hi), "f"(lo)', '"f"(lo), "f"(hi)', "primitives"),
+    ("ex2 without ftz", "ex2.approx.ftz.f32", "ex2.approx.f32", "primitives"),
+    ("lop3 table is xor", "0xea;", "0x6a;", "primitives"),
+    (
+        "mma a1, a2 swapped",
+        '      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));\n}\n// the same',
+        '      : "r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3]), "r"(b[0]), "r"(b[1]));\n}\n// the same',
+        "primitives",
+    ),
+    ("uniform_fragment: shift of a lane", "(lane >> (5 + i))", "(lane >> (4 + i))", "primitives"),
+    ("ldmatrix_x2 not transposed", "x2.trans.shared.b16", "x2.shared.b16", "primitives"),
+    ("descriptor: stride 512", "(1024 >> 4) << 32", "(512 >> 4) << 32", "primitives"),
+    ("descriptor: address cut to 16 bits", "0x3ffffu", "0xffffu", "primitives"),
+    ("wgmma: scale-d inverted", "setp.ne.b32 p, %", "setp.eq.b32 p, %", "primitives"),
+    (
+        "wgmma: m64n40 writes d twice",
+        "WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_4(16))",
+        "WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_4(12))",
+        "primitives",
+    ),
+    ("wgmma_wait waits for all but one", "wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", "primitives"),
+    ("fence_for_wgmma: wrong space", "fence.proxy.async.shared::cta", "fence.proxy.async.global", "primitives"),
+    (
+        "mbarrier_wait: parity inverted",
+        '"r"(shared_address(barrier)), "r"(parity)',
+        '"r"(shared_address(barrier)), "r"(parity ^ 1)',
+        "primitives",
+    ),
+    (
+        "arrive_expect: half the bytes",
+        '"r"(shared_address(barrier)), "r"(bytes) : "memory"',
+        '"r"(shared_address(barrier)), "r"(bytes / 2) : "memory"',
+        "primitives",
+    ),
+    ("barrier_of_warps: id, threads swapped", '"r"(id), "r"(threads)', '"r"(threads), "r"(id)', "primitives"),
+    ("cp_async: valid inverted", "valid ? 16 : 0", "valid ? 0 : 16", "primitives"),
+    ("load_old weak", "ld.relaxed.gpu.global.u32", "ld.global.u32", "primitives"),
+    (
+        "wait and allow swapped",
+        "  allow_next_kernel();\n  wait_for_previous_kernel();",
+        "  wait_for_previous_kernel();\n  allow_next_kernel();",
+        "primitives",
+    ),
+    ("wait lets memory pass", '"griddepcontrol.wait;" ::: "memory"', '"griddepcontrol.wait;" ::', "primitives"),
+    ("cluster fence left out", '    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n', "", "primitives"),
+    ("cluster wait relaxed", "try_wait.parity.acquire.cluster.", "try_wait.parity.relaxed.cluster.", "primitives"),
+    ("send: lane <= blocks", "lane < blocks)", "lane <= blocks)", "primitives"),
+    ("send_word: halves swapped", '"l"((u64)round << 32 | word)', '"l"((u64)word << 32 | round)', "primitives"),
+    ("words: second round ignored", " && (u32)(high >> 32) == round", "", "primitives"),
+    ("dynamic shared less aligned", "__align__(1024)", "__align__(128)", "primitives"),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*TEMPLATES, *PLAN, *HOST, *GPU)
 
 #: One of each kind, for CI.
 QUICK = (
@@ -1202,4 +1257,5 @@ QUICK = (
     "sample: noise keyed by row instead of position",
     "experts_f32: no barrier before the next tokens",
     "kernels: the latent norm takes rms_norm_eps",
+    "primitives: halves of a pair swapped",
 )

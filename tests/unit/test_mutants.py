@@ -21,7 +21,7 @@ def test_every_mutant_edits_one_place() -> None:
 
 def test_every_template_has_a_mutant() -> None:
     templates = {path.name for path in (ROOT / "templates" / "kernels").iterdir()}
-    edited = {mutant.file.rpartition("/")[2] for mutant in MUTANTS if mutant.file.startswith("templates/")}
+    edited = {mutant.file.rpartition("/")[2] for mutant in MUTANTS if mutant.file.startswith("templates/") and "/gpu/" not in mutant.file}
     assert templates <= edited <= templates | {part for name in templates for part in parts_of(name)}
 
 
