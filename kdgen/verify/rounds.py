@@ -1,4 +1,4 @@
-"""Rounds, the path that users run, on the model and drafter that are shipped, where drafts really are accepted.
+"""Rounds, the path that users run: requests of every kind on a small model, and the shipped model and drafter, whose drafts are accepted.
 
 Every request is decoded plainly, and what its rounds must do is found on the host (``kdgen.verify.course``). Then they run: tokens, cache
 bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and recorded units must be those.
@@ -296,6 +296,7 @@ def _in_turn(situation: Situation) -> tuple[str, str]:
     """All budgets in one run, no rounds ahead of their results and several, chains, and none."""
     first, second = situation.greedy
     chain = BlockDraft(situation.size - 1, situation.size, 1)
+    runs: list[tuple[Prepared, BlockDraft | None, tuple[int, ...], int]]
     runs = [(first, situation.block, BUDGETS, 1), (second, situation.block, (7, 0, 15), 0), (second, chain, (3, 15), 1)]
     if situation.quick:
         runs += [(first, BlockDraft(2, situation.size), (7,), 1), (second, None, (0,), 1)]
@@ -493,7 +494,7 @@ def automatic_budgets() -> Check:
         ("wide", (*range(1, 6), *range(9, 12), *range(17, 25)), 31),
     ):
         chooser, spent, tokens = AutoBudget(costs), 0.0, 0
-        for _ in range(2000):
+        for _ in range(600):
             budget = chooser.choose()
             nodes = (0, *(node for node in path if node <= budget))
             chooser.observe(budget, nodes, draft if budget else None)
@@ -528,11 +529,17 @@ SMALL_CHECKS: tuple[tuple[str, Try], ...] = (
     ("forwards of a batch", _together),
     ("seeds of 64 bits", _seeds),
 )
-SHIPPED_CHECKS: tuple[tuple[str, Try], ...] = tuple(each for each in SMALL_CHECKS if each[1] in (_drafts, _in_turn, _steps, _together))
+SHIPPED_CHECKS = tuple(each for each in SMALL_CHECKS if each[1] in (_drafts, _in_turn, _steps, _together))
 
 
-def check_all_rounds(backend: Backend) -> Iterator[Check]:
-    """All of the family."""
+def check_small_rounds(backend: Backend, say: Callable[[str], None]) -> Iterator[Check]:
+    """Requests of every kind on a small model, and the automatic choice of budgets on none."""
+    say("rounds of every kind")
     yield automatic_budgets()
     yield from check_rounds(backend, small(), SMALL_CHECKS)
+
+
+def check_shipped_rounds(backend: Backend, say: Callable[[str], None]) -> Iterator[Check]:
+    """Those that need a drafter that is often right, on the shipped one."""
+    say("rounds of the shipped model")
     yield from check_rounds(backend, shipped(), SHIPPED_CHECKS)

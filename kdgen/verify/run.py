@@ -44,6 +44,7 @@ from kdgen.verify.ptx.checks import check_primitives
 from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
+from kdgen.verify.rounds import check_shipped_rounds, check_small_rounds
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
@@ -287,6 +288,9 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) 
     for spec, plan in plans:
         if plan.family == "generic":  # of other plans requests together were as each alone
             add(f"{_part(spec, plan)}, decodes", _decodes_of, backend, spec, plan)
+    if others:
+        add("rounds of every kind", check_small_rounds, backend)
+        add("rounds of the shipped model", check_shipped_rounds, backend)
     if decoded := [spec for spec, _ in shared if not is_wide(spec)]:
         add(f"{decoded[0].name}, ranks", _ranks, decoded[0])
     if others:
