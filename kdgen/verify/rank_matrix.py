@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import BrokenBarrierError
@@ -34,7 +34,8 @@ from kdgen.errors import KdgenError
 from kdgen.launch import run_ranks
 from kdgen.model import open_shard
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ir import Compute, Limits, Plan
+from kdgen.plan.params import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard
 from kdgen.ranks import joined, place_in
 from kdgen.reference.dflash import ReferenceDrafter
@@ -44,6 +45,7 @@ from kdgen.rounds import Rounds
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify import tolerances
+from kdgen.verify.joins import CHECKS
 from kdgen.verify.lockstep import Team
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, Status, finite
@@ -111,15 +113,28 @@ class Case:
 
 
 def cases() -> tuple[Case, ...]:
+    """Few at a time: whatever depends on the number of ranks, on the type or on the exchange is in one of them."""
     biased, plain = rank_specs()
     return (
         Case(biased, "f32", 1),
         Case(biased, "f32", 2, processes=EXCHANGES),
+        Case(plain, "bf16", 2),
         Case(biased, "f32", 3, ties=True, processes=("peer",)),
         Case(biased, "bf16", 4, ties=True, processes=("peer",)),
         Case(plain, "f32", 4, processes=("peer",)),
-        Case(plain, "bf16", 2),
     )
+
+
+def join_plans() -> list[tuple[Spec, Plan]]:
+    """The kernels that put three and four ranks' parts together, by either exchange, with those that these are held to."""
+    spec, _ = rank_specs()
+    found = []
+    for ranks, exchange in itertools.product((3, 4), EXCHANGES):
+        plan = build_plan(spec, "f32", shard=Shard(ranks, 1, exchange))
+        joins = [each for each in plan.kernels if each.template in CHECKS]
+        held_to = {each.params.norm.name for each in joins if isinstance(each.params, PeerSumNorm)}
+        found.append((spec, replace(plan, kernels=tuple(each for each in plan.kernels if each in joins or each.name in held_to))))
+    return found
 
 
 @dataclass(frozen=True)
@@ -282,41 +297,20 @@ class Seen:
     problem: str
 
 
-class Processes:
-    """The cases of one number of ranks that are processes, started in the background; ``wait`` gives what each rank saw of each."""
-
-    def __init__(self, ranks: int, wanted: Sequence[tuple[Case, Exchange]]) -> None:
-        self.wanted = tuple(wanted)
-        self._ranks, self._found, self._error = ranks, "", ""
-        self.seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"{ranks} ranks", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        began = perf_counter()
-        try:
-            for case, exchange in self.wanted:  # once, not by every rank
-                plan = build_plan(case.spec, case.compute, LIMITS, Shard(self._ranks, 0, exchange))
-                open_backend("cpu").load([rendered.source for rendered in render(plan)])
-            jobs = [(case.spec.model_dump(mode="json"), case.compute, case.ties, exchange) for case, exchange in self.wanted]
-            command = [sys.executable, "-m", "kdgen.verify.rank_matrix", json.dumps(jobs)]
-            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-                code = run_ranks(command, self._ranks, output=output, errors=errors)
-                for file in (output, errors):
-                    file.seek(0)
-                self._found = output.read().decode()
-                if code:
-                    self._error = f"{self._ranks} ranks ended with {code}: {errors.read().decode(errors='replace').strip()}"
-        except (KdgenError, OSError) as error:
-            self._error = str(error)
-        self.seconds = perf_counter() - began
-
-    def wait(self) -> list[list[Seen]]:
-        """By wanted case, then by rank. Raises KdgenError, with what they said, when they failed."""
-        self._thread.join()
-        if self._error:
-            raise KdgenError(self._error)
-        return [[Seen(tuple(digests), problem) for digests, problem in ranks] for ranks in json.loads(self._found)]
+def processes_see(wanted: Sequence[tuple[Case, Exchange]], ranks: int) -> list[list[Seen]]:
+    """What each of ``ranks`` processes sees of each wanted case, by its exchange. Raises KdgenError, with what they said, if they fail."""
+    for case, exchange in wanted:  # once, not by every rank
+        plan = build_plan(case.spec, case.compute, LIMITS, Shard(ranks, 0, exchange))
+        open_backend("cpu").load([rendered.source for rendered in render(plan)])
+    jobs = [(case.spec.model_dump(mode="json"), case.compute, case.ties, exchange) for case, exchange in wanted]
+    command = [sys.executable, "-m", "kdgen.verify.rank_matrix", json.dumps(jobs)]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        code = run_ranks(command, ranks, output=output, errors=errors)
+        for file in (output, errors):
+            file.seek(0)
+        if code:
+            raise KdgenError(f"{ranks} ranks ended with {code}: {errors.read().decode(errors='replace').strip()}")
+        return [[Seen(tuple(digests), problem) for digests, problem in each] for each in json.loads(output.read())]
 
 
 def run_rank(jobs: Sequence[tuple[dict[str, Any], Compute, bool, Exchange]]) -> list[list[tuple[tuple[str, ...], str]]] | None:
@@ -339,37 +333,32 @@ def run_rank(jobs: Sequence[tuple[dict[str, Any], Compute, bool, Exchange]]) -> 
 
 
 def check_rank_matrix(wanted: Sequence[Case]) -> Iterator[Check]:
-    """A Check for each case, as soon as it is known, and one for each exchange by which it is processes."""
-    started = []
-    for ranks in sorted({case.ranks for case in wanted if case.processes}):
-        started.append(Processes(ranks, [(case, by) for case in wanted if case.ranks == ranks for by in case.processes]))
-    expected: list[tuple[Case, list[Seen]]] = []
+    """A Check for each case, all of them of one number of ranks, and one for each exchange by which a case is processes."""
+    expected: list[list[Seen]] = []
     for case in wanted:
         began = perf_counter()
         try:
             problem, error, tolerance, found = check_case(case, case.weights())
         except (KdgenError, BrokenBarrierError) as failed:
-            yield _check(case, str(case), str(failed) or "a rank did not come to a gather", perf_counter() - began)
+            expected.append([])
+            yield _check(case, str(case), str(failed) or "a rank did not reach a gather", perf_counter() - began)
             continue
-        expected.append((case, [Seen(each.digests(), each.problem) for each in found]))
+        expected.append([Seen(each.digests(), each.problem) for each in found])
         bits = 0 if problem else 8 * sum(each.logits.nbytes + each.cache.nbytes for each in found)
         detail = "sums rank after rank, by bits; tokens, drafts, trees, rounds and samples are those of all ranks' logits"
         yield _check(case, str(case), problem, perf_counter() - began, detail, finite(error), tolerance, bits)
-    for processes in started:
-        yield from _as_processes(processes, expected)
-
-
-def _as_processes(processes: Processes, expected: Sequence[tuple[Case, list[Seen]]]) -> Iterator[Check]:
-    problem, everything = "", []
+    started = [(case, exchange, seen) for case, seen in zip(wanted, expected, strict=True) for exchange in case.processes]
+    if not started:
+        return
+    began, problem, everything = perf_counter(), "", []
     try:
-        everything = processes.wait()
-    except KdgenError as error:
-        problem = str(error)
-    for place, (case, exchange) in enumerate(processes.wanted):
-        seconds = processes.seconds / len(processes.wanted)
-        said = problem or _other_bits(next((seen for each, seen in expected if each is case), []), everything[place])
+        everything = processes_see([(case, exchange) for case, exchange, _ in started], wanted[0].ranks)
+    except KdgenError as failed:
+        problem = str(failed)
+    seconds = (perf_counter() - began) / len(started)
+    for place, (case, exchange, seen) in enumerate(started):
         detail = "the bits of the same ranks in one process, on every rank"
-        yield _check(case, f"{case}, processes, {exchange}", said, seconds, detail)
+        yield _check(case, f"{case}, processes, {exchange}", problem or _other_bits(seen, everything[place]), seconds, detail)
 
 
 def _other_bits(expected: Sequence[Seen], found: Sequence[Seen]) -> str:
@@ -390,7 +379,8 @@ def _check(
     bits: int = 0,
 ) -> Check:  # fmt: skip
     status: Status = "failed" if problem else "ok"
-    return Check(case.spec.name, case.compute, "ranks", name, "cpu", status, figure, tolerance, "" if problem else detail, problem, seconds, bits)
+    detail = "" if problem else detail
+    return Check(case.spec.name, case.compute, "ranks", name, "cpu", status, figure, tolerance, detail, problem, seconds, bits)
 
 
 def main(arguments: Sequence[str]) -> int:

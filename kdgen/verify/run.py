@@ -6,6 +6,7 @@ itself, in any process. The report has the tasks' checks in the order of that li
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
-from kdgen.verify import full_size, joins
+from kdgen.verify import full_size, joins, rank_matrix
 from kdgen.verify.bench import SLICE_TILES, TOKENS, Bench, Size
 from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.draw import RequestDraw, Situation
@@ -263,6 +264,7 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) 
     whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]
     shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     if others:
+        shared = [*shared, *_that_run(backend, rank_matrix.join_plans())]
         add("primitives", _primitives)
     for spec, plan in (*plans, *others, *shared):
         add(f"{_part(spec, plan)}, kernels", _kernels, backend, spec, plan, "slice" if is_wide(spec) else "full", TOKENS)
@@ -291,8 +293,11 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) 
     if others:
         add("rounds of every kind", check_small_rounds, backend)
         add("rounds of the shipped model", check_shipped_rounds, backend)
-    if decoded := [spec for spec, _ in shared if not is_wide(spec)]:
+    decoded = [spec for spec, _ in shared if not is_wide(spec)]
+    if decoded and not others:
         add(f"{decoded[0].name}, ranks", _ranks, decoded[0])
+    for ranks, of_so_many in itertools.groupby(rank_matrix.cases() if others else (), lambda case: case.ranks):
+        add(f"{ranks} rank{'s' if ranks > 1 else ''}", _rank_matrix, tuple(of_so_many))
     if others:
         for case, spec, compute in _other_oracles(specs):
             add(f"{case.name} {compute}, decodes", _decodes_of_oracle, backend, case, spec, compute)
@@ -435,6 +440,13 @@ def _ranks(spec: Spec, say: Say) -> Iterator[Check]:
         except KdgenError as error:
             why, seconds = str(error), perf_counter() - began
             yield Check(spec.name, "f32", "ranks", f"{RANKS} ranks, {exchange}", "cpu", "failed", why=why, seconds=seconds)
+
+
+def _rank_matrix(wanted: Sequence[rank_matrix.Case], say: Say) -> Iterator[Check]:
+    """Small models on each number of ranks, in one process and as processes of this machine's CPU."""
+    for case in wanted:
+        say(f"{case} {case.compute}")
+    yield from rank_matrix.check_rank_matrix(wanted)
 
 
 def _named_models(plans: Plans) -> list[Model]:

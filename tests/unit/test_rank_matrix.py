@@ -1,0 +1,81 @@
+"""Ranks of one process: their sums are seen, and what the checks of all combinations must not miss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdgen.errors import KdgenError
+from kdgen.plan.shard import shard_obstacles, shares_draft
+from kdgen.verify import lockstep
+from kdgen.verify.lockstep import Team
+from kdgen.verify.rank_matrix import LIMITS, Case, cases, check_case, check_rank_matrix, prompt_of, rank_specs
+
+
+def three() -> Case:
+    biased, _ = rank_specs()
+    return Case(biased, "f32", 3)
+
+
+def test_cases_are_of_every_number_of_ranks_type_and_exchange() -> None:
+    found = cases()
+    assert [case.ranks for case in found] == sorted(case.ranks for case in found)  # one part of the report for each number
+    assert {case.ranks for case in found} == {1, 2, 3, 4} and {case.compute for case in found} == {"f32", "bf16"}
+    assert {case.ranks for case in found if "peer" in case.processes} == {2, 3, 4}
+    assert any(case.ties for case in found) and any("gather" in case.processes for case in found)
+    biased, plain = rank_specs()
+    assert not any(shard_obstacles(spec, ranks) for spec in (biased, plain) for ranks in (2, 3, 4))
+    assert all(shares_draft(biased, ranks) and not shares_draft(plain, ranks) for ranks in (2, 3, 4))
+
+
+def test_ranks_that_add_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = three()
+    weights = case.weights()
+    team = Team(case.spec, case.compute, case.ranks, LIMITS, weights)
+    prompt = prompt_of(case.spec)
+    sums = team.watched((lambda engine: engine.prefill(prompt),), weights)
+    assert not sums.problem and sums.seen and 0 < sums.ordered < sums.seen
+
+    def reversed_parts(self: Team, rank: int, name: str, source: Any) -> Any:
+        return meet(self, rank, name, source)[::-1]
+
+    meet = Team.meet
+    monkeypatch.setattr(lockstep.Team, "meet", reversed_parts)
+    for engine in team.engines:
+        engine.reset()
+    assert "in another way than rank after rank" in team.watched((lambda engine: engine.prefill(prompt),), weights).problem
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    case = three()
+    team = Team(case.spec, case.compute, case.ranks, LIMITS, case.weights())
+
+    def step(engine: Any) -> int:
+        if engine.plan.shard.rank == 1:
+            raise KdgenError("this rank has had enough")
+        return int(engine.prefill(prompt_of(case.spec)))
+
+    with pytest.raises(KdgenError, match="had enough"):
+        team.run(step)
+
+
+def test_a_lost_bias_is_seen() -> None:
+    case = three()
+    weights = case.weights()
+    key = "model.layers.1.self_attn.o_proj.bias"
+    biased, _ = rank_specs()
+    assert not check_case(case, weights)[0]
+    # the engines load zeros, the checks know the checkpoint's
+    team_weights = {**weights, key: np.zeros_like(weights[key])}
+    team = Team(biased, "f32", 3, LIMITS, team_weights)
+    sums = team.watched((lambda engine: engine.prefill(prompt_of(biased)),), weights)
+    assert sums.problem.startswith("rank 0: the attention of layer 1 is added in another way")
+
+
+def test_processes_are_held_to_ranks_of_one_process() -> None:
+    biased, _ = rank_specs()
+    checks = list(check_rank_matrix([replace(cases()[1], spec=biased, processes=("peer",))]))
+    assert [check.status for check in checks] == ["ok", "ok"] and checks[1].name.endswith("processes, peer")
