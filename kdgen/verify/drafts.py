@@ -119,14 +119,15 @@ def check_heads(bench: Bench) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        cache = bench.poisoned(bench.act, SEQUENCES, capacity, 2 * key_width)
+        unwritten = poison(bench.act, SEQUENCES, capacity, 2 * key_width)
+        cache, numbers = bench.far_apart(unwritten)
         query = bench.poisoned(bench.act, guard(count), p.query_heads, p.head)
-        meta = [bench.input(values) for values in (sequence[rows], positions[rows], kv[rows])]
+        meta = [bench.input(values) for values in (numbers[sequence[rows]], positions[rows], kv[rows])]
         queries = [bench.input(q[rows]), bench.input(q_norm)] if p.queries else []
         tables = [bench.input(table) for table in (k_norm, cos, sin)]
         outputs = [cache, query] if p.queries else [cache]
         bench.launch(bench.integer(count), *meta, *queries, *tables, *outputs, capacity, tokens=count)
-        got = bench.read(cache)
+        got = bench.read_parts(cache, numbers, unwritten)
         written = np.zeros((SEQUENCES, capacity), bool)
         written[sequence[rows], positions[rows]] = True
         bench.findings.untouched("draft_cache in other slots", got[~written])
@@ -250,11 +251,13 @@ def _attend(bench: Bench, blocks: Blocks) -> tuple[Array, Array, Array]:
     splits = -(-context // p.split) + 1  # one more than needed, which must stay untouched
     shape = (guard(rows), splits, p.heads)
     outputs = [bench.poisoned("f32", *shape, p.head), bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
-    lengths = poison("i32", len(blocks.cache))
-    lengths[blocks.slabs] = blocks.lengths
-    inputs = [bench.input(values) for values in (blocks.slabs, blocks.begins, lengths, blocks.query, blocks.cache)]
+    cache, numbers = bench.far_apart(blocks.cache)
+    sequences = numbers[blocks.slabs]
+    lengths = poison("i32", int(numbers.max()) + 1)
+    lengths[sequences] = blocks.lengths
+    inputs = [bench.input(values) for values in (sequences, blocks.begins, lengths, blocks.query)]
     bench.launch(
-        bench.integer(places), *inputs, *outputs, blocks.cache.shape[1], splits, blocks.window,
+        bench.integer(places), *inputs, cache, *outputs, blocks.cache.shape[1], splits, blocks.window,
         context=context, sequences=places, grid={1: key_heads},
     )  # fmt: skip
     live = np.zeros((rows, splits), bool)
