@@ -19,7 +19,7 @@ from kdgen.backends.cpu import CpuBackend
 from kdgen.drafters.base import BlockDraft, nothing
 from kdgen.drafters.synthetic import RandomDrafter, ReplayDrafter
 from kdgen.engine import Draft, Engine
-from kdgen.errors import BackendError
+from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Exchange, Shard
@@ -91,7 +91,7 @@ def check_programs(model: Model, group: Group | None = None, exchange: Exchange 
         programs = _Programs(model, backend, plain, shard)
         problem = programs.run()
         bits, ran = programs.bits, ", ".join(programs.engine.ran)
-    except BackendError as error:
+    except KdgenError as error:
         problem = str(error)
     detail = "" if problem else f"{ran}: nothing is used before it is there; bits as in plain mode, token by token"
     status: Status = "failed" if problem else "ok"
@@ -148,7 +148,7 @@ class _Programs:
         self._tokens = [list(prompt) for prompt in prompts]
 
     def run(self) -> str:
-        """Run every program; what is wrong, or nothing. Raises BackendError where the checker stops a kernel."""
+        """Run every program; what is wrong, or nothing. Raises BackendError where the checker stops a kernel, LogitsError for a NaN."""
         target, (first, second) = self._target, (expected.prompt for expected in self._expected)
         for sequence, sampling in enumerate(SAMPLINGS):
             target.reset(sequence, sampling)
