@@ -192,7 +192,7 @@ def _headers_digest(include: Path) -> str:
 
 def _compile(source: Source, target: Target, include: Path, headers: str, cache: Cache | None) -> Cubin:
     # Everything NVRTC sees, and which NVRTC it is. Not the include directory's path: its contents stand for it.
-    key = digest(f"schema {SCHEMA}", source.name, source.text, headers, repr(Flags()), nvrtc_version(), target.arch)
+    key = digest(f"schema {SCHEMA}", source.name, source.code, headers, repr(Flags()), nvrtc_version(), target.arch)
     entry = cache.read("cubin", key, ".entry") if cache else None
     cached = entry is not None
     if entry is None:
@@ -244,7 +244,7 @@ def _machine_code(source: Source, target: Target, include: Path, macros: tuple[s
         no_cache=flags.no_cache,
     )
     log = io.StringIO()
-    program = Program(source.text, "c++", options)
+    program = Program(source.code, "c++", options)
     try:
         # Keep the bytes and let go of the ObjectCode at once: without a driver even its repr can deadlock.
         return bytes(program.compile("cubin", logs=log).code), log.getvalue()

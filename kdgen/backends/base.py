@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,6 +36,16 @@ class Source:
     cluster: int = 1
     #: Parameters by name through which it reads or writes before it has waited, besides those that are ``__restrict__``.
     early: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """What is compiled, and what caches are keyed by: ``text`` with the comment at its top left empty, line by line.
+
+        The comment names the spec and its hash. Another name, or another end token, changes neither of them in the machine code.
+        """
+        top = re.match(r"(?://[^\n]*(?<!\\)\n)*", self.text)
+        lines = top[0].count("\n") if top else 0
+        return "\n" * lines + self.text.split("\n", lines)[-1]
 
 
 @dataclass(frozen=True)

@@ -634,7 +634,7 @@ def _unit(sources: Sequence[Source]) -> str:
     """All kernels as one translation unit, each under its own file name, with their exports."""
     parts = ['#include "primitives.cuh"\n']
     for source in sources:
-        parts.append(f'#line 1 "{source.name}.cu"\n{source.text}\n')
+        parts.append(f'#line 1 "{source.name}.cu"\n{source.code}\n')
     parts.append('#line 1 "exports"\n')
     parts.extend(f"EMU_EXPORT({source.name})\n" for source in sources)
     return "".join(parts)

@@ -12,6 +12,7 @@ import pytest
 
 from kdgen.backends import backend_names, open_backend
 from kdgen.backends import cuda as cuda_module
+from kdgen.backends.base import Source
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
 from kdgen.errors import BackendError, KdgenError
@@ -147,3 +148,17 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_loaded(monkeypatch: 
     monkeypatch.setattr(CpuBackend, "memory_limit", lambda self: 24 << 30)
     with pytest.raises(BackendError, match=r"^k26 on .* needs 55\d\.\d GiB of memory, and there are 24\.0; "):
         open_engine(random_model("k26"), 64, backend="cpu", progress=report)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("// Spec: a\n// more\n\nint x;  // kept\n// kept\n", "\n\n\nint x;  // kept\n// kept\n"),
+        ("int x;\n", "int x;\n"),
+        ("// goes on \\\nint x;\n", "// goes on \\\nint x;\n"),
+        ("// no end", "// no end"),
+        ("", ""),
+    ],
+)
+def test_the_comment_at_the_top_is_not_compiled_and_lines_keep_their_numbers(text: str, code: str) -> None:
+    assert Source("k", text, 32, 0).code == code

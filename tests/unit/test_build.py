@@ -32,7 +32,9 @@ from kdgen.build import (
 from kdgen.cache import Cache
 from kdgen.cli import main
 from kdgen.errors import CompileError, KdgenError
+from kdgen.plan.build import build_plan
 from kdgen.resources import specs_dir
+from kdgen.spec import load_spec
 from kdgen.temporary import temporary_file
 
 ARCH = ("sm_90a",)
@@ -117,6 +119,15 @@ def test_a_second_build_compiles_and_writes_nothing(built: Path, cache: Cache) -
     assert report.compiled == 0 and report.cached == len(TINY[0].kernels)
     assert report.folders[0].written == report.folders[0].removed == ()
     assert {path: path.stat().st_mtime_ns for path in built.iterdir()} == before
+
+
+def test_another_name_or_end_token_compiles_nothing(built: Path, cache: Cache) -> None:
+    """The generated texts name the spec and its hash; neither is in the machine code, nor in what finds it again."""
+    other = load_spec("tiny").model_copy(update={"name": "other", "eos_token_id": (5,)})
+    assert other.sha256 != load_spec("tiny").sha256
+    report = build([build_plan(other)], ARCH, built.parent, cache=cache)
+    assert (report.compiled, report.cached) == (0, len(TINY[0].kernels))
+    assert built.parent.joinpath("other", "argmax.cu").read_text() != built.joinpath("argmax.cu").read_text()
 
 
 def test_only_what_differs_is_written(built: Path, cache: Cache) -> None:
