@@ -14,9 +14,11 @@ Where families differ, as transformers' modelling code has it:
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,42 @@ def keys(*names: str) -> frozenset[str]:
     return frozenset(key for line in names for key in line.split())
 
 
-#: Keys that do not change what a decode computes: bookkeeping, training, sampling, and transformers' generic defaults.
-HARMLESS = keys(
-    "_attn_implementation _name_or_path _commit_hash add_cross_attention architectures attention_dropout auto_map aux_loss_alpha",
-    "bad_words_ids begin_suppress_tokens chunk_size_feed_forward classifier_dropout cross_attention_hidden_size",
-    "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size ep_size",
-    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index",
-    "initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size",
-    "num_beam_groups num_beams num_mtp_layers num_nextn_predict_layers num_return_sequences output_attentions output_hidden_states",
-    "output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values",
-    "repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id seq_aux",
-    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript",
-    "transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache",
+#: Keys that do not change what a decode computes, by who writes them. A key belongs here when somebody has looked up what reads it.
+HARMLESS = (
+    # transformers' bookkeeping: where a model is from, how it is to be run, tasks that are not decoding
+    keys(
+        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash _diffusers_version",
+        "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _from_model_config _name_or_path",
+        "_output_attentions add_cross_attention architectures auto_map chunk_size_feed_forward cross_attention_hidden_size",
+        "custom_pipelines finetuning_task gradient_checkpointing head_dim id2label is_decoder is_encoder_decoder",
+        "keys_to_ignore_at_inference label2id loss_type name_or_path output_attentions output_hidden_states output_router_logits",
+        "prefix problem_type pruned_heads return_dict task_specific_params tf_legacy_loss tie_encoder_decoder",
+        "torchscript transformers.js_config transformers_version transformers_weights use_bfloat16 use_cache use_return_dict",
+    )
+    # the tokenizer's
+    | keys(
+        "add_bos_token add_eos_token cls_token_id decoder_start_token_id mask_token_id model_max_length pad_token_id sep_token_id",
+        "tokenizer_class tokenizer_name unk_token_id",
+    )
+    # training
+    | keys(
+        "attention_dropout aux_loss_alpha classifier_dropout embd_pdrop ep_size hidden_dropout hidden_dropout_prob ignore_index",
+        "initializer_range num_mtp_layers num_nextn_predict_layers pretraining_tp resid_pdrop router_aux_loss_coef router_jitter_noise",
+        "router_z_loss_coef seq_aux unsloth_fixed unsloth_version",
+    )
+    # how tokens are chosen, which the command line says: what a generation_config.json holds, written here by older versions
+    | keys(
+        "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids",
+        "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config disable_compile",
+        "diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty",
+        "epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_decoder_ids",
+        "forced_eos_token_id generation_config guidance_scale is_assistant length_penalty low_memory max_cache_len max_length",
+        "max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens",
+        "num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits output_scores penalty_alpha",
+        "prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty",
+        "return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature",
+        "token_healing top_h top_k top_p typical_p use_mtp watermarking_config",
+    )
 )
 #: The same of a wrapper, beside its vision tower, which is skipped.
 WRAPPER_HARMLESS = HARMLESS | keys(
@@ -77,14 +103,53 @@ _READ = frozenset(FIXED).union(
     keys("topk_group topk_method scoring_func bos_token_id eos_token_id quantization_config num_key_value_heads num_local_experts"),
     keys("qk_head_dim"),
 )
+
+
 _QUANTIZATION = keys(
     "quant_method format quantization_status kv_cache_scheme ignore config_groups global_compression_ratio sparsity_config",
-    "transform_config version",
+    "transform_config version run_compressed",
 )
 _QUANTIZED_WEIGHTS = keys(
     "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs block_structure scale_dtype zp_dtype"
 )
 _YARN = keys("type factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim attention_factor")
+
+
+def known_keys() -> frozenset[str]:
+    """Every key that a text model's config may have."""
+    return HARMLESS | _READ
+
+
+#: A key that is longer is no mistyped one of ours.
+_LONGEST_KEY = 64
+
+
+class Origins:
+    """The key of a file from which each field of a spec was read, so that what is said of a field names the file's own key, in full.
+
+    A field that nothing is noted of has its own name in the mapping at ``path``; one inside a noted field is inside that one's key.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        self._path = path
+        self._keys = {"memory": "memory"}  # what all keys together need is no key
+
+    def note(self, field: str, key: str) -> None:
+        self._keys[field] = key
+
+    def key(self, field: str) -> str:
+        parts = field.split(".")
+        for count in range(len(parts), 0, -1):
+            if (found := self._keys.get(".".join(parts[:count]))) is not None:
+                return ".".join([found, *parts[count:]])
+        return self._path + field
+
+    def refusal(self, config: Reader, error: SpecError) -> SpecError:
+        """All that is wrong with ``config``: what was found in reading it, and what ``error`` says of the spec made of it, unless that
+        lies in a key that was refused already."""
+        refused = {finding.key for finding in config.findings}
+        named = [replace(finding, key=self.key(finding.key)) for finding in error.findings]
+        return SpecError(config.findings + [f for f in named if not any(f"{f.key}.".startswith(f"{key}.") for key in refused)])
 
 
 class Reader:
@@ -94,9 +159,13 @@ class Reader:
         self.file, self.values, self.path = file, values, path
         self.findings: list[Finding] = [] if findings is None else findings
 
+    def full(self, key: str) -> str:
+        """The path of ``key`` in the file."""
+        return self.path + show_key(key)
+
     def bad(self, key: str, reason: str) -> None:
         value = show(self.values[key]) if key in self.values else ""
-        self.findings.append(Finding(self.file, self.path + show_key(key), value, reason))
+        self.findings.append(Finding(self.file, self.full(key), value, reason))
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
@@ -112,7 +181,9 @@ class Reader:
     def only(self, known: frozenset[str], what: str) -> None:
         for key in self.values:
             if key not in known:
-                self.bad(key, f"unknown {what} key: it may change what the model computes")
+                close = difflib.get_close_matches(key, known, 1, 0.8) if len(key) <= _LONGEST_KEY else []
+                hint = f"; did you mean {close[0]}?" if close else ""
+                self.bad(key, f"unknown {what} key: it may change what the model computes{hint}")
 
     def must(self, key: str, *allowed: Any, reason: str) -> None:
         """Refuse any value of ``key`` but the allowed ones (a missing key is None). Types count: 1 is not true."""
@@ -121,7 +192,15 @@ class Reader:
             self.bad(key, reason if key in self.values else f"missing; {reason}")
 
 
-def _quantization(config: Reader) -> dict[str, Any] | None:
+def _untransformed(value: Any) -> bool:
+    return value is None or value == {} or (isinstance(value, dict) and value.keys() == {"config_groups"} and not value["config_groups"])
+
+
+def _dense(value: Any) -> bool:
+    return value is None or value == {} or (isinstance(value, dict) and value.get("format") == "dense")
+
+
+def _quantization(config: Reader, origins: Origins) -> dict[str, Any] | None:
     if config.get("quantization_config") is None:
         return None
     q = config.inside("quantization_config")
@@ -132,8 +211,10 @@ def _quantization(config: Reader) -> dict[str, Any] | None:
     q.must("format", "pack-quantized", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     q.must("quantization_status", None, "compressed", reason="the weights must be stored compressed")
     q.must("kv_cache_scheme", None, reason="a quantized cache is not supported")
-    for key in ("sparsity_config", "transform_config"):
-        q.must(key, None, {}, reason="not supported: weights must be dense and untransformed")
+    if not _dense(q.get("sparsity_config")):
+        q.bad("sparsity_config", "not supported: weights must be dense")
+    if not _untransformed(q.get("transform_config")):
+        q.bad("transform_config", "not supported: weights must be untransformed")
     groups = q.inside("config_groups")
     if len(groups.values) != 1:
         q.bad("config_groups", f"must hold one group; {SUPPORTED_QUANTIZATION}")
@@ -148,47 +229,71 @@ def _quantization(config: Reader) -> dict[str, Any] | None:
     weights.must("num_bits", 4, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("type", "int", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("symmetric", True, reason=f"asymmetric is not supported; {SUPPORTED_QUANTIZATION}")
-    weights.must("strategy", "group", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    weights.must("strategy", None, "group", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("dynamic", None, False, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
-    weights.must("actorder", None, False, reason=f"act-order is not supported; {SUPPORTED_QUANTIZATION}")
+    # ``static`` and ``weight``, its other name, say in which order columns were rounded; they lie as they always do
+    weights.must("actorder", None, False, "static", "weight", reason=f"act-order is not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("block_structure", None, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("group_size", 32, 64, 128, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
+    origins.note("quantization", config.full("quantization_config"))
+    origins.note("quantization.group_size", weights.full("group_size"))
     # ``ignore`` and ``targets`` are not interpreted: the checkpoint's tensors must be packed for the routed experts and
     # for nothing else, and that is checked tensor by tensor.
     return Quantization.model_construct(group_size=weights.get("group_size")).model_dump()
 
 
-def read_rope(config: Reader) -> dict[str, Any]:
+def read_rope(config: Reader, origins: Origins) -> dict[str, Any]:
     """{rope_theta, rope_scaling} from the old keys (``rope_theta``, ``rope_scaling``), the new (``rope_parameters``), or both agreeing."""
+    if isinstance(config.get("rope_parameters"), dict):
+        origins.note("rope_theta", config.full("rope_parameters.rope_theta"))  # where one is missed
     found: dict[str, Any] = {}
     if (theta := config.get("rope_theta")) is not None:
         found["rope_theta"] = theta
+        origins.note("rope_theta", config.full("rope_theta"))
     scalings: list[dict[str, Any] | None] = []
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) is None:
             continue
         rope = config.inside(key)
+        if (theta := rope.get("rope_theta")) is not None:
+            if "rope_theta" not in found:
+                origins.note("rope_theta", rope.full("rope_theta"))
+            if found.setdefault("rope_theta", theta) != theta:
+                rope.bad("rope_theta", f"contradicts {origins.key('rope_theta')} {show(found['rope_theta'])}")
         kinds = {rope.get(name) for name in ("rope_type", "type") if isinstance(rope.get(name), str | None)} - {None} or {"default"}
         if len(kinds) > 1 or not kinds <= {"default", "yarn"} or not isinstance(rope.get("type"), str | None):
             rope.bad("rope_type" if "rope_type" in rope.values else "type", "not supported; supported are default and yarn")
             continue
-        if (theta := rope.get("rope_theta")) is not None and found.setdefault("rope_theta", theta) != theta:
-            rope.bad("rope_theta", f"contradicts rope_theta {show(found['rope_theta'])}")
         rope.only(_YARN | keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
         rope.must("truncate", None, True, reason="YaRN without rounded bounds is not supported")
         rope.must("partial_rotary_factor", None, 1, 1.0, reason="must be 1: all of qk_rope_head_dim is rotated")
         scaling = {name: value for name, value in rope.values.items() if name in _YARN and value is not None}
         if kinds == {"default"} and scaling.keys() - {"type"}:
-            rope.bad("rope_type", f"missing or default, beside {', '.join(sorted(scaling.keys() - {'type'}))}")
+            rope.bad(
+                "type" if "type" in rope.values else "rope_type",
+                f"missing or default, beside {', '.join(sorted(scaling.keys() - {'type'}))}",
+            )
+        if not scalings:
+            origins.note("rope_scaling", config.full(key))
         scalings.append(None if kinds == {"default"} else scaling | {"type": "yarn"})
     if len(scalings) == 2 and scalings[0] != scalings[1]:
-        config.bad("rope_parameters", "contradicts rope_scaling")
+        config.bad("rope_parameters", f"contradicts {config.full('rope_scaling')}")
     if scalings:
         found["rope_scaling"] = scalings[0]
     return found
 
 
-def _layers(config: Reader, family: str) -> dict[str, Any]:
+def read_dtype(configs: Sequence[Reader], origins: Origins) -> Any:
+    """How weights are stored, by the first of ``configs`` that says it, under the new key or the old one; bfloat16 where none does."""
+    for config in configs:
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) is not None:
+                origins.note("dtype", config.full(key))
+                return config.get(key)
+    return "bfloat16"
+
+
+def _layers(config: Reader, family: str, origins: Origins) -> dict[str, Any]:
     """Which layers are dense, and the routed experts of the others."""
     out: dict[str, Any] = {key: config.get(key) for key in _MOE if key in config.values}
     layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace")
@@ -201,12 +306,16 @@ def _layers(config: Reader, family: str) -> dict[str, Any]:
         elif dense is not None and dense != prefix:
             config.bad("first_k_dense_replace", f"contradicts mlp_layer_types, which has {prefix} dense layers")
         dense = prefix
+        origins.note("first_k_dense_replace", config.full("mlp_layer_types"))
     elif family == "glm4_moe_lite" and dense is None:
         dense = 1
     if dense is not None:
         out["first_k_dense_replace"] = dense
-    if (alias := config.get("num_local_experts")) is not None and out.setdefault("n_routed_experts", alias) != alias:
-        config.bad("num_local_experts", "contradicts n_routed_experts")
+    if (alias := config.get("num_local_experts")) is not None:
+        if "n_routed_experts" not in out:
+            origins.note("n_routed_experts", config.full("num_local_experts"))
+        if out.setdefault("n_routed_experts", alias) != alias:
+            config.bad("num_local_experts", "contradicts n_routed_experts")
     if out.get("n_routed_experts", 0) is None:
         out["first_k_dense_replace"] = dense = layers
     if isinstance(dense, int) and isinstance(layers, int) and not isinstance(dense, bool) and dense >= layers > 0:
@@ -238,21 +347,25 @@ def _router(config: Reader, family: str) -> dict[str, Any]:
 
 def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     family = config.get("model_type")
+    if outer is not None and "model_type" not in config.values:
+        family = "deepseek_v3"  # as transformers' wrapper has it
+    origins = Origins(config.path)
     if family not in FAMILIES:
         config.bad("model_type", f"not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
         raise SpecError(config.findings)
-    config.only(HARMLESS | _READ, "config")
+    config.only(known_keys(), "config")
     for key, (supported, fine) in FIXED.items():
         if config.get(key) is not None and not fine(config.get(key)):
             config.bad(key, f"not supported; supported is {supported}")
     out: dict[str, Any] = {"name": name, "model_type": family}
     out |= {key: config.get(key) for key in _COPIED if key in config.values}
     out = {"hidden_act": "silu", "attention_bias": False, "rope_interleave": True} | out
-    if outer is not None and "tie_word_embeddings" in outer.values:
-        out.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
+    if outer is not None:  # the class of the wrapper owns the head, and ties it unless it is told otherwise
+        out["tie_word_embeddings"] = outer.values.get("tie_word_embeddings", True)
+        origins.note("tie_word_embeddings", outer.full("tie_word_embeddings"))
     if family == "deepseek_v2" and out["rope_interleave"] is not True:
         config.bad("rope_interleave", "deepseek_v2 knows interleaved pairs alone")
-    out |= read_rope(config) | _layers(config, family)
+    out |= read_rope(config, origins) | _layers(config, family, origins)
 
     if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
         config.bad("num_key_value_heads", "must equal num_attention_heads: MLA has one latent for all heads")
@@ -260,13 +373,13 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     if isinstance(nope, int) and isinstance(rope, int) and config.get("qk_head_dim") not in (None, nope + rope):
         config.bad("qk_head_dim", "must be qk_nope_head_dim + qk_rope_head_dim")
 
-    stored = [c.get(key) for c in (config, outer) if c is not None for key in ("dtype", "torch_dtype") if c.get(key) is not None]
-    out["dtype"] = stored[0] if stored else "bfloat16"
-    quantizations = [_quantization(c) for c in (config, outer) if c is not None and c.get("quantization_config") is not None]
+    both = [c for c in (config, outer) if c is not None]
+    out["dtype"] = read_dtype(both, origins)
+    quantizations = [_quantization(c, origins) for c in reversed(both) if c.get("quantization_config") is not None]
     if quantizations:
-        out["quantization"] = quantizations[0]
-        if any(q != quantizations[0] for q in quantizations):
-            config.bad("quantization_config", "contradicts the wrapper's")
+        out["quantization"] = quantizations[-1]
+        if any(q != quantizations[-1] for q in quantizations):
+            config.bad("quantization_config", "contradicts quantization_config")
 
     vocabulary = config.get("vocab_size")
 
@@ -276,6 +389,8 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     eos: list[Any] = []
     for c in (config, outer):
         value = c.get("eos_token_id") if c is not None else None
+        if c is not None and value is not None and not eos:
+            origins.note("eos_token_id", c.full("eos_token_id"))
         eos += [token for token in (value if isinstance(value, list) else [value]) if token is not None and token not in eos]
     # An id outside the vocabulary can neither be given nor produced, so it is dropped rather than refused.
     out["eos_token_id"] = [token for token in eos if inside(token)]
@@ -285,9 +400,7 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     try:
         spec = Spec.from_mapping(out, config.file)
     except SpecError as error:
-        known = {finding.key for finding in config.findings}
-        config.findings += [f for f in error.findings if f.key not in known and config.path + f.key not in known]
-        raise SpecError(config.findings) from None
+        raise origins.refusal(config, error) from None
     if config.findings:
         raise SpecError(config.findings)
     return spec
@@ -336,8 +449,17 @@ def spec_name(folder: str) -> str:
     return name if name and name[0].isalnum() else "model"
 
 
+def _model_name(folder: Path) -> str:
+    """What a model in ``folder`` is called: as the folder is, or as the model is that a hub's cache keeps in
+    ``models--organisation--name/snapshots/revision``. The files there are links, and lead to a folder of blobs."""
+    place = folder.resolve()
+    kept = place.parent.parent.name
+    return kept.split("--")[-1] if place.parent.name == "snapshots" and kept.startswith("models--") else place.name
+
+
 def load_config(path: str | Path) -> Spec:
-    """A Spec from a published model: its ``config.json``, or the folder that holds it. The spec is named after the folder.
+    """A Spec from a published model: its ``config.json``, or the folder that holds it. The spec is named after the folder, or as the model
+    is called whose revision a hub's cache keeps in it.
 
     Reads ``deepseek_v3``, ``kimi_k2``, ``kimi_k25`` (its text model), ``deepseek_v2`` and ``glm4_moe_lite``, with old or new
     RoPE keys, unquantized or with compressed-tensors INT4 experts. Raises SpecError with every finding, each with file,
@@ -345,7 +467,7 @@ def load_config(path: str | Path) -> Spec:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(file.resolve().parent.name), str(file))
+    return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(_model_name(file.parent)), str(file))
 
 
 def published_quantization(quantization: Quantization) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdgen.config import HARMLESS, Reader, keys, read_json, read_rope
+from kdgen.config import HARMLESS, Origins, Reader, keys, read_dtype, read_json, read_rope
 from kdgen.draft_spec import DraftSpec
 from kdgen.errors import SpecError
 from kdgen.fields import MAX_LAYERS
@@ -25,6 +25,7 @@ _HARMLESS = HARMLESS | keys(
     "bos_token_id eos_token_id model_type num_target_layers vocab_size tie_word_embeddings max_position_embeddings max_window_layers"
 )
 _READ = _COPIED | keys("dflash_config dtype torch_dtype hidden_act rope_theta rope_scaling rope_parameters architectures")
+_DFLASH = ("mask_token_id", "target_layer_ids")
 _SLIDING = keys("layer_types sliding_window use_sliding_window")
 
 
@@ -40,6 +41,14 @@ def _layer_types(config: Reader) -> dict[str, Any]:
     return {"layer_types": () if kinds is None else kinds, "sliding_window": window}
 
 
+def draft_origins() -> Origins:
+    """Where a drafter's file has the fields of a ``DraftSpec``."""
+    origins = Origins()
+    for key in _DFLASH:
+        origins.note(key, f"dflash_config.{key}")
+    return origins
+
+
 def parse_draft_config(text: str, file: str = "config.json") -> DraftSpec:
     """A DraftSpec from the text of a drafter's ``config.json``. Raises SpecError with every finding."""
     config = read_json(text, file)
@@ -53,15 +62,14 @@ def parse_draft_config(text: str, file: str = "config.json") -> DraftSpec:
     dflash.only(keys("mask_token_id target_layer_ids causal"), "drafter")
     dflash.must("causal", None, False, reason="a causal block is not supported: every row sees the whole block")
     out: dict[str, Any] = {key: config.get(key) for key in _COPIED if key in config.values}
-    out |= {key: dflash.get(key) for key in ("mask_token_id", "target_layer_ids") if key in dflash.values}
-    out |= read_rope(config) | _layer_types(config)
-    stored = [config.get(key) for key in ("dtype", "torch_dtype") if config.get(key) is not None]
-    out["dtype"] = stored[0] if stored else "bfloat16"
+    out |= {key: dflash.get(key) for key in _DFLASH if key in dflash.values}
+    origins = draft_origins()
+    out |= read_rope(config, origins) | _layer_types(config)
+    out["dtype"] = read_dtype([config], origins)
     try:
         draft = DraftSpec.from_mapping(out, file)
     except SpecError as error:
-        known = {finding.key.removeprefix("dflash_config.") for finding in config.findings}
-        raise SpecError(config.findings + [finding for finding in error.findings if finding.key not in known]) from None
+        raise origins.refusal(config, error) from None
     if config.findings:
         raise SpecError(config.findings)
     return draft

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from kdgen.errors import Finding, KdgenError, SpecError
-from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show
+from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show_at
 
 #: Rows of a draft block, root included: candidates and tree paths are kept for no more.
 MAX_BLOCK = 16
@@ -76,7 +76,7 @@ class DraftSpec(Frozen):
             details = error.errors(include_url=False)
         found = findings(details, file, cls, {"rope_scaling": RopeScaling})
         pairs = [pair for detail in details if not detail["loc"] for pair in detail["ctx"]["pairs"]]
-        raise SpecError(found + [Finding(file, key, show(values[key]) if key in values else "", reason) for key, reason in pairs])
+        raise SpecError(found + [Finding(file, key, show_at(values, key), reason) for key, reason in pairs])
 
     # ---- derived ------------------------------------------------------------------------------------------------------
 

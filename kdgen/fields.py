@@ -101,6 +101,16 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def show_at(values: Mapping[str, object], key: str) -> str:
+    """The value under ``key``, whose dots lead into mappings, for a message; empty where there is none."""
+    found: object = values
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return ""
+        found = found[part]
+    return show(found)
+
+
 def show_key(key: object) -> str:
     """A key for a message: as it is, unless it would do something to a terminal."""
     return key if isinstance(key, str) and len(key) <= 200 and key.isprintable() else show(key)

@@ -16,10 +16,10 @@ from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.backends.cuda import use_gpu
 from kdgen.config import load_config
-from kdgen.draft_config import load_draft_config
+from kdgen.draft_config import draft_origins, load_draft_config
 from kdgen.draft_spec import DraftSpec, no_drafter
 from kdgen.engine import Engine
-from kdgen.errors import BackendError, KdgenError
+from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan, Weight
 from kdgen.plan.shard import WHOLE, Exchange, Shard
@@ -123,7 +123,12 @@ def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Mo
         values = draft.model_dump(mode="json")
         values["rope_scaling"]["attention_factor"] = amplitude
         draft = DraftSpec.from_mapping(values, str(path))
-    spec = model.spec.with_draft(draft)
+    try:
+        spec = model.spec.with_draft(draft)
+    except SpecError as error:  # about the drafter as a part of a spec; the user has its folder
+        origins, file = draft_origins(), str(path / "config.json")
+        named = (replace(found, file=file, key=origins.key(found.key.removeprefix("draft."))) for found in error.findings)
+        raise SpecError([*named]) from None
     checkpoint = Checkpoint(path)
     checkpoint.validate(draft)
     return replace(model, spec=spec, draft_weights=_weights_of(checkpoint))

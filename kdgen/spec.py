@@ -21,7 +21,21 @@ from pydantic_core import PydanticCustomError
 
 from kdgen.draft_spec import DraftSpec, target_contradictions
 from kdgen.errors import Finding, SpecError
-from kdgen.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show, show_key, yarn_mscale
+from kdgen.fields import (
+    MAX_BYTES,
+    MAX_DIM,
+    Frozen,
+    Layers,
+    Positive,
+    RopeScaling,
+    Size,
+    TensorGroup,
+    findings,
+    show,
+    show_at,
+    show_key,
+    yarn_mscale,
+)
 from kdgen.inputs import read_input
 from kdgen.resources import specs_dir
 
@@ -132,7 +146,7 @@ class Spec(Frozen):
             pairs = [*_contradictions(_fine(cls, values, bad), set(values))]
         else:
             pairs = details[0]["ctx"]["pairs"]
-        found += [Finding(file, key, show(values[key]) if key in values else "", reason) for key, reason in pairs]
+        found += [Finding(file, key, show_at(values, key), reason) for key, reason in pairs]
         raise SpecError(found)
 
     def to_yaml(self) -> str:
@@ -326,7 +340,7 @@ def _moe_contradictions(v: Mapping[str, Any], given: Set[str], experts: int) -> 
     if quantization is not None:
         for key in ("hidden_size", "moe_intermediate_size"):
             if known(key) and v[key] % quantization.group_size:
-                yield "quantization", f"group_size {quantization.group_size} does not divide {key} {v[key]}"
+                yield "quantization.group_size", f"does not divide {key} {v[key]}"
 
 
 def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:

@@ -211,6 +211,60 @@ def test_refusals(base: dict[str, Any], changes: dict[str, Any], key: str, reaso
     assert reason in found[key.replace("__", ".")]
 
 
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        (KIMI, {"text_config__hidden_size": "7168"}, {"text_config.hidden_size = '7168': must be a valid integer"}),
+        (KIMI, {"text_config__rope_parameters__factor": ...}, {"text_config.rope_parameters.factor: missing"}),
+        (KIMI, {f"{GROUP}__weights__group_size": 128, "text_config__moe_intermediate_size": 160},
+         {f"{GROUP}__weights__group_size = 128: does not divide moe_intermediate_size 160".replace("__", ".")}),
+        (KIMI, {"text_config__dtype": ..., "dtype": "float16"}, {"dtype = 'float16': must be 'bfloat16' or 'float32'"}),
+        (KIMI, {"tie_word_embeddings": None}, {"tie_word_embeddings = None: must be a valid boolean"}),
+        (KIMI, {"text_config__eos_token_id": None, "eos_token_id": "x"}, {"eos_token_id.0 = 'x': must be a valid integer"}),
+        (V2_LITE, {"rope_scaling__factor": 0.5}, {"rope_scaling.factor = 0.5: must be greater than or equal to 1"}),
+        (V2_LITE, {"rope_theta": -1}, {"rope_theta = -1: must be greater than 0"}),
+        (V2_LITE, {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "x", "rope_theta": 5}},
+         {"rope_parameters.rope_type = 'x': not supported; supported are default and yarn"}),
+        (V2_LITE, {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": "5"}},
+         {"rope_parameters.rope_theta = '5': must be a valid number"}),
+        (V2_LITE, {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "default"}},
+         {"rope_parameters.rope_theta: missing"}),
+        (V2_LITE, {"torch_dtype": "float16"}, {"torch_dtype = 'float16': must be 'bfloat16' or 'float32'"}),
+        (GLM, {"n_routed_experts": ..., "num_local_experts": -1}, {"num_local_experts = -1: must be greater than 0"}),
+        (GLM, {"rope_parameters": [1], "rope_theta": ..., "rope_scaling": ...},
+         {"rope_parameters = [1]: must be a mapping", "rope_theta: missing"}),
+        (GLM, {"atention_bias": True},
+         {"atention_bias = True: unknown config key: it may change what the model computes; did you mean attention_bias?"}),
+    ],
+)  # fmt: skip
+def test_messages_name_the_keys_that_the_file_has(base: dict[str, Any], changes: dict[str, Any], said: set[str]) -> None:
+    with pytest.raises(SpecError) as error:
+        read(changed(base, **changes))
+    assert {str(finding).removeprefix("config.json: ") for finding in error.value.findings} == said
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "field", "value"),
+    [
+        (KIMI, {"tie_word_embeddings": ...}, "tie_word_embeddings", True),
+        (KIMI, {"text_config__tie_word_embeddings": True}, "tie_word_embeddings", False),
+        (KIMI, {"tie_word_embeddings": True}, "tie_word_embeddings", True),
+        (KIMI, {"text_config__model_type": ...}, "model_type", "deepseek_v3"),
+        (KIMI, {f"{GROUP}__weights__actorder": "static"}, "dtype", "bfloat16"),
+        (KIMI, {f"{GROUP}__weights__actorder": "weight"}, "dtype", "bfloat16"),
+        (KIMI, {f"{GROUP}__weights__strategy": ...}, "dtype", "bfloat16"),
+        (KIMI, {f"{INT4}__sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": []}}, "dtype", "bfloat16"),
+        (KIMI, {f"{INT4}__transform_config": {"config_groups": {}}, f"{INT4}__run_compressed": True}, "dtype", "bfloat16"),
+        (GLM, {"_attn_implementation_autoset": True, "_experts_implementation": "eager", "unk_token_id": 0}, "n_group", 1),
+        (GLM, {"model_max_length": 4096, "cache_implementation": None, "keys_to_ignore_at_inference": ["past_key_values"]}, "n_group", 1),
+        (GLM, {"transformers.js_config": {"dtype": "q4"}, "add_bos_token": True}, "n_group", 1),
+        (GLM, {"eos_token_id": -1}, "eos_token_id", ()),
+    ],
+)
+def test_what_others_read_is_read(base: dict[str, Any], changes: dict[str, Any], field: str, value: object) -> None:
+    assert getattr(read(changed(base, **changes)), field) == value
+
+
 def test_every_finding_comes_at_once() -> None:
     with pytest.raises(SpecError) as error:
         read(
@@ -246,6 +300,21 @@ def test_files(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(KIMI))
     assert load_config(folder) == load_config(folder / "config.json")
     assert load_config(folder).name == "kimi-k2.5-instruct"
+
+
+def test_a_model_in_a_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
+    kept = tmp_path / "models--moonshotai--Kimi-K2.5"
+    (kept / "blobs").mkdir(parents=True)
+    (kept / "blobs" / "0f3a").write_text(json.dumps(KIMI))
+    revision = kept / "snapshots" / "4e22ff"
+    revision.mkdir(parents=True)
+    (revision / "config.json").symlink_to("../../blobs/0f3a")
+    (tmp_path / "link").symlink_to(revision)
+    elsewhere = tmp_path / "Mine"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").symlink_to(kept / "blobs" / "0f3a")
+    assert load_config(revision).name == load_config(revision / "config.json").name == load_config(tmp_path / "link").name == "kimi-k2.5"
+    assert load_config(elsewhere).name == "mine"
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,12 @@ def test_the_hash_tells_drafters_apart_and_knows_a_target_without_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": 128}, "draft.hidden_size: must be the target's hidden_size 256"),
-        ({"dflash_config": {"mask_token_id": 512, "target_layer_ids": [0]}}, "draft.mask_token_id: is not below vocab_size 512"),
-        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}}, "draft.target_layer_ids: is not below num_hidden_layers 4"),
+        ({"hidden_size": 128}, "draft.hidden_size = 128: must be the target's hidden_size 256"),
+        ({"dflash_config": {"mask_token_id": 512, "target_layer_ids": [0]}}, "draft.mask_token_id = 512: is not below vocab_size 512"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 4]}},
+            "draft.target_layer_ids = [0, 4]: is not below num_hidden_layers 4",
+        ),
     ],
 )
 def test_drafters_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
