@@ -65,6 +65,10 @@ class Group:
     size: Size
     tokens: tuple[int, ...] = (1, 3, 9)
 
+    def of(self, template: str) -> Group:
+        """Those of ``template`` alone."""
+        return replace(_group(self.spec, self.plan, [template.removesuffix(".cu.j2")], self.size), tokens=self.tokens)
+
 
 def groups() -> Iterator[Group]:
     """All that is checked in full size."""

@@ -117,7 +117,8 @@ class _Prepared:
     others: Plans
 
     def tasks(self) -> list[Task]:
-        return tasks(self.backend, self.specs, self.plans, self.others)
+        full_sized = tuple(full_size.groups()) if self.others else ()
+        return tasks(self.backend, self.specs, self.plans, self.others, full_sized)
 
 
 def _prepare(names: Sequence[str], backend_name: str | None, compute: Compute | None, threads: int | None) -> _Prepared:
@@ -251,10 +252,12 @@ def _small(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
     return small, next(each for each in _plans_of(small, plan.compute) if each.family == plan.family)
 
 
-def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) -> list[Task]:
+def tasks(
+    backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, full_sized: Sequence[full_size.Group] = ()
+) -> list[Task]:
     """Primitives and kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes.
 
-    ``others`` are models of the default command alone.
+    ``others`` are models of the default command alone, and so are those whose kernels run in full size.
     """
     found: list[Task] = []
 
@@ -268,7 +271,7 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans) 
         add("primitives", _primitives)
     for spec, plan in (*plans, *others, *shared):
         add(f"{_part(spec, plan)}, kernels", _kernels, backend, spec, plan, "slice" if is_wide(spec) else "full", TOKENS)
-    for group in full_size.groups() if others else ():
+    for group in full_sized:
         for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
             add(f"{_part(spec, plan)}, kernels in full size", _kernels, backend, spec, plan, group.size, group.tokens)
     add("tables", _all_tables, tuple(dict.fromkeys(spec for spec, _ in (*plans, *others))))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kdgen.backends import open_backend
 from kdgen.plan.ir import Kernel
 from kdgen.spec import load_spec
-from kdgen.verify import run
+from kdgen.verify import full_size, run
 from kdgen.verify.report import Check
 from kdgen.verify.variants import variants
 
@@ -29,7 +29,8 @@ def first_failure(template: str) -> Check | None:
 
     specs = [load_spec(name) for name in run.DEFAULT_SPECS]
     plans, others = narrow(run.plans_for(specs, None)), narrow(run.plans_for(variants(), None))
-    for task in run.tasks(open_backend("cpu"), specs, plans, others):
+    full_sized = [own for group in full_size.groups() if (own := group.of(template)).plan.kernels]
+    for task in run.tasks(open_backend("cpu"), specs, plans, others, full_sized):
         for check in task.make(lambda _: None):
             if check.part not in ("kernel", "tables", "trees", "checker", "primitives"):
                 return None
