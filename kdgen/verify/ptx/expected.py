@@ -95,20 +95,28 @@ def _wgmma() -> tuple[Probe, ...]:
                 )
             )  # fmt: skip
     # wgmma.fence, wgmma.commit_group, wgmma.wait_group N; "Async proxy": fence.proxy.async
-    unchanged = ("p[0]", "p[1]", "p[2]", "p[3]")
-    load, store = "float d[4]; for (int i = 0; i < 4; ++i) d[i] = p[i];", "for (int i = 0; i < 4; ++i) out[i] = __float_as_uint(d[i]);"
+    # What keeps registers in place makes a sum of constants stay a sum, and loads that nothing else uses stay.
+    sum_of = "float d[2] = {0.5f, 0.25f}; CALL; out[0] = __float_as_uint(d[0] + d[1]);"
+    step = "{p[0], p[1], p[2], p[3]}"
+    wait = "wgmma_wait(float(&)[FLOATS], const Operands&...)"
     for call, covers, expected in (
         ("keep_in_place(d)", "keep_in_place(float(&)[FLOATS])", ()),
         ("wgmma_fence(d)", "wgmma_fence(float(&)[FLOATS])", ("wgmma.fence.sync.aligned",)),
-        ("wgmma_commit()", "wgmma_commit()", ("wgmma.commit_group.sync.aligned",)),
-        ("wgmma_wait(d)", "wgmma_wait(float(&)[FLOATS], const Operands&...)", ("wgmma.wait_group.sync.aligned 0",)),
+        ("wgmma_wait(d)", wait, ("wgmma.wait_group.sync.aligned 0",)),
         ("wgmma_wait_but_last(d)", "wgmma_wait_but_last(float(&)[FLOATS])", ("wgmma.wait_group.sync.aligned 1",)),
-        ("fence_for_wgmma()", "fence_for_wgmma()", ("fence.proxy.async.shared::cta",)),
-        ("const u32 a[4] = {1, 2, 3, 4}; keep_until_here(a)", "keep_until_here(const u32(&)[4])", ()),
-        ("const u32 a[2][4] = {}; keep_until_here(a)", "keep_until_here(const u32(&)[STEPS][4])", ()),
-        ("keep_until_here((u64)7)", "keep_until_here(u64)", ()),
     ):
-        found.append(Probe((covers,), "const float* p", f"{load} {call}; {store}", expected, unchanged))
+        body = sum_of.replace("CALL", call)
+        found.append(Probe((covers,), "", body, expected, ("0x3f400000",), kept=("add.rn.f32",)))
+    for body, covers, expected, loads in (
+        (f"const u32 a[4] = {step}; keep_until_here(a);", "keep_until_here(const u32(&)[4])", (), 4),
+        (f"const u32 a[2][4] = {{{step}, {step.replace('p[', 'p[4 + ')}}}; keep_until_here(a);",
+         "keep_until_here(const u32(&)[STEPS][4])", (), 8),
+        (f"float d[1] = {{}}; const u32 a[4] = {step}; wgmma_wait(d, (u64)7, a);", wait, ("wgmma.wait_group.sync.aligned 0",), 4),
+        ("keep_until_here((u64)7);", "keep_until_here(u64)", (), 0),
+        ("wgmma_commit();", "wgmma_commit()", ("wgmma.commit_group.sync.aligned",), 0),
+        ("fence_for_wgmma();", "fence_for_wgmma()", ("fence.proxy.async.shared::cta",), 0),
+    ):  # fmt: skip
+        found.append(Probe((covers,), "const u32* p", body, expected, kept=("ld.global.u32",) * loads))
     return tuple(found)
 
 

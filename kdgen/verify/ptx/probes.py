@@ -24,7 +24,8 @@ class Probe:
     parameter that it has the value of (``src``; ``p+16`` is an address, ``p[4]`` a word), a place in shared memory (``s+16``), or what an
     operation gave (``r0`` is the first result). A line that not all threads have begins with its thread, ``t2:``. ``out`` are the words
     that the kernel leaves in ``out``. ``threads`` run of a cluster of ``blocks`` blocks, of which this is ``rank``. ``answers`` are those
-    of mbarrier.try_wait.
+    of mbarrier.try_wait. ``kept`` are ordinary instructions, all of these kinds, that the compiler would drop if the assembly did not name
+    their registers.
     """
 
     covers: tuple[str, ...]
@@ -36,6 +37,7 @@ class Probe:
     blocks: int = 1
     rank: int = 0
     answers: tuple[int, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def text(self, number: int) -> str:
         parameters = f"u32* out{', ' if self.parameters else ''}{self.parameters}"
@@ -68,6 +70,11 @@ def problem(probe: Probe, kernel: Kernel) -> str:
         ours, theirs = (lines[place] if place < len(lines) else "nothing" for lines in (events, probe.expected))
         if ours != theirs:
             return f"{called}: operation {place} is\n    {ours}\n  and should be\n    {theirs}"
+    kept = tuple(each.opcode for each in kernel.code if each.opcode in probe.kept)
+    if kept != probe.kept:
+        return (
+            f"{called}: the compiler keeps {', '.join(kept) or 'nothing'} of {', '.join(probe.kept)}: registers are not named as they were"
+        )
     words = tuple(machine.name_of(int(word)) for word in out.words[: len(probe.out)])
     if words != probe.out:
         return f"{called}: leaves {', '.join(words)} instead of {', '.join(probe.out)}"
