@@ -470,8 +470,8 @@ def load_config(path: str | Path) -> Spec:
     return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(_model_name(file.parent)), str(file))
 
 
-def published_quantization(quantization: Quantization) -> dict[str, Any]:
-    """The ``quantization_config`` that says so, as hubs publish it."""
+def published_quantization(quantization: Quantization, plain_too: Sequence[str] = ()) -> dict[str, Any]:
+    """The ``quantization_config`` that says so, as hubs publish it; ``plain_too`` are modules that stay as they are, beside the usual."""
     weights = quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
     plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -480,7 +480,7 @@ def published_quantization(quantization: Quantization) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "ignore": plain,
+        "ignore": [*plain, *plain_too],
         "config_groups": {"group_0": group},
     }
 

@@ -14,12 +14,17 @@ from typing import BinaryIO
 
 #: Of a file that is parsed whole.
 MAX_TEXT_BYTES = 2**27
+#: How the small file begins that git keeps in place of a large one.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 #: Commas and colons of JSON, of which every value but the first has one in front of it: parsing takes a second and a gigabyte at most.
 _MAX_VALUES = 5_000_000
 
 
 def open_input(path: Path) -> BinaryIO:
-    """``path``, opened for reading without buffering. Raises OSError, with a reason as its ``strerror``, unless it is a regular file."""
+    """``path``, opened for reading without buffering. Raises OSError, with a reason as its ``strerror``, unless it is a regular file.
+
+    A Git LFS pointer is none: it stands for a file that was not fetched.
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -28,7 +33,12 @@ def open_input(path: Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        file.close()
+        raise OSError(errno.ENODATA, "it is a Git LFS pointer, not the file that it stands for: `git lfs pull` fetches that", str(path))
+    file.seek(0)
+    return file
 
 
 def read_input(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:

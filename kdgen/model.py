@@ -27,7 +27,7 @@ from kdgen.plan.tiled import CHUNK_TOKENS
 from kdgen.ranks import Group
 from kdgen.spec import Spec, load_spec, shipped_specs
 from kdgen.tokenizer import TextFiles
-from kdgen.weights.checkpoint import Checkpoint
+from kdgen.weights.checkpoint import Checkpoint, as_stored
 from kdgen.weights.pack import CheckpointWeights, PackedWeights
 from kdgen.weights.packed import PackedFile
 from kdgen.weights.random import random_weights
@@ -44,7 +44,7 @@ class Model:
     """A spec and its weights. ``compute`` is the compute type that they are packed for, None while any will do.
 
     ``draft_weights`` are those of the spec's drafter; None: it has none, or they are among the others, made up. ``text`` has what
-    came with it for text: a tokenizer, a chat template.
+    came with it for text: a tokenizer, a chat template. ``notes`` is what its user should know, a sentence each.
     """
 
     spec: Spec
@@ -52,6 +52,7 @@ class Model:
     compute: Compute | None = None
     draft_weights: PackedWeights | None = None
     text: TextFiles = field(default_factory=lambda: TextFiles("the model"))
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,14 @@ def open_model(path: Path) -> Model:
     if not path.is_dir():
         packed = PackedFile(path)
         return Model(packed.spec, packed, packed.compute, text=packed.text)
-    spec = load_config(path)
+    described = load_config(path)
     checkpoint = Checkpoint(path)
+    spec = as_stored(described, checkpoint)
     checkpoint.validate(spec)
-    spec = _with_router_dtype(spec, checkpoint)
-    return Model(spec, _weights_of(checkpoint), text=TextFiles.of_folder(path))
+    notes: tuple[str, ...] = ()
+    if spec.tie_word_embeddings != described.tie_word_embeddings:
+        notes = (f"{path}: tie_word_embeddings is true, but lm_head.weight is stored and differs: the stored head is used",)
+    return Model(spec, _weights_of(checkpoint), text=TextFiles.of_folder(path), notes=notes)
 
 
 def _weights_of(checkpoint: Checkpoint) -> CheckpointWeights:
@@ -96,16 +100,7 @@ def described(path: Path) -> Spec:
     spec = load_config(path)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return spec
-    return _with_router_dtype(spec, Checkpoint(path))
-
-
-def _with_router_dtype(spec: Spec, checkpoint: Checkpoint) -> Spec:
-    """A config does not say how the router is stored. One in float32 stays so: what it chooses must not depend on rounding."""
-    if not spec.has_moe or spec.dtype == "float32":
-        return spec
-    gates = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(*spec.moe_layers))
-    stored = {checkpoint.entry(gate).dtype for gate in gates if gate in checkpoint}
-    return spec.model_copy(update={"router_dtype": "float32"}) if "F32" in stored else spec
+    return as_stored(spec, Checkpoint(path))
 
 
 def with_drafter(model: Model, path: Path, amplitude: float | None = None) -> Model:

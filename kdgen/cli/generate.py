@@ -20,7 +20,7 @@ import numpy as np
 from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.options import Float, FloatRange, Integer, IntRange
-from kdgen.cli.output import byte_progress, emit_json, size_text, status
+from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
 from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
@@ -261,6 +261,8 @@ def command(
         opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
         if draft not in DRAFTERS:
             opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
+        for note in opened_model.notes if first else ():
+            warn(note)
         spec, files = opened_model.spec, opened_model.text
         tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
     check_shard(spec, Shard(ranks))  # which every rank finds alike, so that none waits for others

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kdgen.cli.output import byte_progress, emit_json, printable, size_text
+from kdgen.cli.output import byte_progress, emit_json, printable, size_text, warn
 from kdgen.errors import KdgenError
 from kdgen.model import open_model
 from kdgen.plan.build import build_plan
@@ -50,6 +50,8 @@ def command(model: Path, out: Path, dtype: Compute | None, force: bool, as_json:
     if not out.parent.is_dir():
         raise KdgenError(f"{out}: its folder {out.parent} does not exist")
     opened = open_model(model)
+    for note in opened.notes:
+        warn(note)
     plan = build_plan(opened.spec, dtype or opened.compute)
     began = time.perf_counter()
     with byte_progress(f"{opened.spec.name}: packing", f"{opened.spec.name}: packing") as bar:

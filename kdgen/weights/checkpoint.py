@@ -6,9 +6,8 @@ size streams through the memory of its largest tensor.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,6 +46,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _MAX_SHOWN = 20
 #: Problems after which the rest is not looked at: a config may claim billions of layers.
 _MAX_COUNTED = 10_000
+#: Of a tensor that is compared with another one, at a time.
+_COMPARED_BYTES = 2**26
 PREFIX = "language_model."
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
@@ -71,23 +72,20 @@ class Entry:
     offset: int
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
+        """Raises WeightError for an element type that NumPy has none for."""
+        if self.dtype not in DTYPES:
+            raise WeightError(f"{self.file}: element type {self.dtype} is not supported")
         return DTYPES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.numpy_dtype.itemsize
 
 
 def entries_of(file: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file. Raises WeightError when it is missing, damaged, or has element types that are unknown here."""
-    header = read_header(file)
-    for tensor in header.tensors:
-        if tensor.dtype not in DTYPES:
-            raise WeightError(f"{file}: {tensor.name}: element type {tensor.dtype} is not supported")
-    return {tensor.name: Entry(file, tensor.begin, tensor.dtype, tensor.shape) for tensor in header.tensors}
+    """The tensors of one safetensors file, of whatever element type. Raises WeightError when it is missing or damaged."""
+    tensors = read_header(file).tensors
+    return {tensor.name: Entry(file, tensor.begin, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors}
 
 
 def _index(file: Path) -> dict[str, str]:
@@ -115,9 +113,10 @@ def _inside(name: str) -> bool:
 class Checkpoint(Mapping[str, Array]):
     """The tensors of a published model folder (or of one ``.safetensors`` file) by key, without a ``language_model.`` prefix.
 
-    A folder holds ``model.safetensors``, or shards and their ``*.safetensors.index.json``, or shards alone. Vision towers are
-    left out, and so are the buffers of rotary embeddings. Opening raises one WeightError that names every missing, truncated
-    or damaged file, and every tensor on which index and shards disagree. ``files`` are those it consists of.
+    A folder holds ``model.safetensors``, or shards and their ``*.safetensors.index.json``, or shards alone. An index decides where a
+    tensor is: copies of it in other shards do not count, nor do tensors that it does not list. Vision towers are left out, and so are
+    the buffers of rotary embeddings. Opening raises one WeightError that names every missing, truncated or damaged file, and every
+    tensor that is not where the index has it. ``shards`` has, by file, the tensors that count, under the names that they have there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -128,18 +127,19 @@ class Checkpoint(Mapping[str, Array]):
         elif (self.path / "model.safetensors").exists():
             files = [self.path / "model.safetensors"]
         elif indices := sorted(self.path.glob("*.safetensors.index.json")):
-            if len(indices) > 1:
-                raise WeightError(f"{self.path}: holds {len(indices)} index files, and which one counts is unclear")
-            self._index = indices[0]
-            weight_map = _index(indices[0])
+            standard = self.path / "model.safetensors.index.json"
+            if len(indices) > 1 and standard not in indices:
+                names = ", ".join(show_key(file.name) for file in indices)
+                raise WeightError(f"{self.path}: holds several index files ({names}) and none is {standard.name}: which one counts?")
+            index = standard if standard in indices else indices[0]
+            weight_map = _index(index)
             files = [self.path / name for name in sorted(set(weight_map.values()))]
         else:
             files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise WeightError(f"{self.path}: holds no safetensors file; expected model.safetensors, or shards with an index")
-        self.files = tuple(files)
         problems: list[str] = []
-        found: dict[str, Entry] = {}
+        headers: dict[Path, dict[str, Entry]] = {}
         for file in files:
             if not file.is_file():
                 wanted = sum(name == file.name for name in (weight_map or {}).values())
@@ -147,24 +147,32 @@ class Checkpoint(Mapping[str, Array]):
                 problems.append(f"{file}: {what}; download it again")
                 continue
             try:
-                header = entries_of(file)
+                headers[file] = entries_of(file)
             except WeightError as error:
                 problems.append(str(error))
-                continue
-            problems += [f"{file}: {key} is also in {found[key].file.name}" for key in header.keys() & found.keys()]
-            found |= header
-        if weight_map is not None and not problems:
-            for key, name in weight_map.items():
-                if key not in found or found[key].file != self.path / name:
-                    problems.append(f"{self._index}: {key} is not in {name}")
-            problems += [f"{found[key].file}: {key} is not in the index" for key in sorted(found.keys() - weight_map.keys())]
         _raise(problems)
+        #: tensors that shards have and their index does not
+        self._unlisted: dict[str, Path] = {}
+        if weight_map is not None:
+            places = {name: self.path / name for name in set(weight_map.values())}
+            listed: dict[Path, dict[str, Entry]] = {file: {} for file in files}
+            for key, name in weight_map.items():
+                if (entry := headers[places[name]].get(key)) is None:
+                    problems.append(f"{index}: {show_key(key)} is not in {show_key(name)}")
+                else:
+                    listed[entry.file][key] = entry
+            for file, header in headers.items():
+                self._unlisted |= {key.removeprefix(PREFIX): file for key in header if key not in weight_map}
+            headers = listed
+        self.shards: Mapping[Path, Mapping[str, Entry]] = headers
         self._entries: dict[str, Entry] = {}
-        for key, entry in found.items():
+        for key, entry in ((key, entry) for header in headers.values() for key, entry in header.items()):
             if key.startswith(_SKIPPED) or key.endswith("rotary_emb.inv_freq"):
                 continue
             short = key.removeprefix(PREFIX)
-            if short in self._entries:
+            if (other := self._entries.get(short)) is not None and other.file != entry.file:
+                problems.append(f"{entry.file}: {key} is also in {other.file.name}")
+            elif other is not None:
                 problems.append(f"{entry.file}: {short} is there with and without the prefix {PREFIX}")
             self._entries[short] = entry
         _raise(problems)
@@ -211,20 +219,53 @@ class Checkpoint(Mapping[str, Array]):
         """
         problems: list[str] = []
         expected: set[str] = set()
-        for group in spec.tensors():
-            for key in group.names():
-                if len(problems) >= _MAX_COUNTED:
-                    _raise(problems)
-                expected.add(key)
-                if key not in self._entries:
-                    problems.append(f"{self.path}: tensor {key} {list(group.shape)} is missing")
-                else:
-                    problems += self._mismatches(key, group, spec)
+        missing: dict[str, TensorGroup] = {}
+        for key, group in ((key, each) for each in spec.tensors() for key in each.names()):
+            if len(problems) + len(missing) >= _MAX_COUNTED:
+                break
+            expected.add(key)
+            if key not in self._entries:
+                missing[key] = group
+            else:
+                problems += self._mismatches(key, group, spec)
+        if (renamed := self._renamed(missing)) is not None:
+            _raise([renamed])
+        for key, group in missing.items():
+            what = f"is not in the index, though {self._unlisted[key].name} has it" if key in self._unlisted else "is missing"
+            problems.append(f"{self.path}: tensor {key} {list(group.shape)} {what}")
+        if len(problems) >= _MAX_COUNTED:
+            _raise(problems)
         allowed = {"lm_head.weight"} if isinstance(spec, Spec) and spec.tie_word_embeddings else set()
         for key in sorted(self._entries.keys() - expected - allowed):
             if not self._is_mtp(key, spec):
                 problems.append(f"{self._entries[key].file}: tensor {key} {list(self._entries[key].shape)} is not part of this model")
         _raise(problems)
+
+    def _renamed(self, missing: Collection[str]) -> str | None:
+        """What to say where each missing tensor is there, under names that differ from ours by what stands in front of all of them."""
+        longest = max(missing, key=len, default="")
+        for count in range(min(3, longest.count("."))):
+            ours = "".join(f"{part}." for part in longest.split(".")[:count])
+            rest = longest.removeprefix(ours)
+            for stored in (key for key in self._entries if key == rest or key.endswith(f".{rest}")):
+                theirs = stored.removesuffix(rest)
+                if all(key.startswith(ours) and f"{theirs}{key.removeprefix(ours)}" in self._entries for key in missing):
+                    count_all, called = len(missing), f"{longest} is called {show_key(stored)}"
+                    instead = f"have {show_key(theirs)!r} for {ours!r}" if theirs and ours else f"have {show_key(theirs)!r} before them"
+                    how = instead if theirs else f"lack {ours!r}"
+                    return f"{self.path}: the names of {count_all} tensors {how} ({called}): name them as published models do"
+        return None
+
+    def same(self, key: str, other: str) -> bool:
+        """Whether two tensors hold the same values, read in parts."""
+        a, b = self[key], self[other]
+        if a.shape != b.shape:
+            return False
+        parts = max(1, a.nbytes // _COMPARED_BYTES)
+        pairs = zip(np.array_split(a.reshape(-1), parts), np.array_split(b.reshape(-1), parts), strict=True)
+        if a.dtype == b.dtype:
+            return all(left.tobytes() == right.tobytes() for left, right in pairs)
+        return all(np.array_equal(left.astype(np.float32), right.astype(np.float32)) for left, right in pairs)
 
     def _mismatches(self, key: str, group: TensorGroup, spec: Spec | DraftSpec) -> Iterator[str]:
         entry, where = self._entries[key], self._entries[key].file
@@ -248,3 +289,20 @@ class Checkpoint(Mapping[str, Array]):
     def _is_mtp(self, key: str, spec: Spec | DraftSpec) -> bool:
         match = re.match(r"model\.layers\.([0-9]{1,10})\.", key)
         return bool(match and int(match[1]) >= spec.num_hidden_layers and match[0] + _MTP_MARK in self._entries)
+
+
+def as_stored(spec: Spec, checkpoint: Checkpoint) -> Spec:
+    """``spec`` with what its weights say and its config does not.
+
+    A head that is stored and differs from the embedding is used, whatever ``tie_word_embeddings`` says, as transformers has it. A router
+    stored in float32 stays so: what it chooses must not depend on rounding.
+    """
+    stored: dict[str, Any] = {}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if spec.tie_word_embeddings and head in checkpoint and embedding in checkpoint and not checkpoint.same(head, embedding):
+        stored["tie_word_embeddings"] = False
+    if spec.has_moe and spec.dtype != "float32":
+        gates = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(*spec.moe_layers))
+        if "F32" in {checkpoint.entry(gate).dtype for gate in gates if gate in checkpoint}:
+            stored["router_dtype"] = "float32"
+    return spec.model_copy(update=stored)

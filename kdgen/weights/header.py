@@ -79,7 +79,7 @@ def read_header(path: Path) -> Header:
         raise WeightError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise WeightError(f"{path}: not a safetensors file: its header is not a JSON object")
-    metadata = content.pop("__metadata__", {})
+    metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise WeightError(f"{path}: damaged header: __metadata__ is not a table of strings")
     entries = sorted((_entry(path, name, value, 8 + length) for name, value in content.items()), key=lambda e: (e.begin, e.end))

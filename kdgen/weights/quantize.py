@@ -23,7 +23,7 @@ from kdgen.config import WRAPPERS, load_config, published_quantization
 from kdgen.errors import KdgenError, WeightError
 from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
 from kdgen.weights.ahead import in_order
-from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, entries_of
+from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, as_stored
 from kdgen.weights.stream import Announced, remove_leavings, temporary_beside, write_stream
 
 Array = NDArray[Any]
@@ -75,11 +75,12 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     if not source.is_dir():
         what = "is no folder" if source.exists() else "there is no such folder"
         raise KdgenError(f"{source}: {what}; `kdgen quantize` takes that of a published model, with config.json and safetensors")
-    spec = load_config(source)
+    described = load_config(source)
     checkpoint = Checkpoint(source)
+    spec = as_stored(described, checkpoint)
     checkpoint.validate(spec)
     _check(spec, out)
-    config = _config(source, spec)
+    config = _config(source, spec, checkpoint)
     try:
         with temporary_beside(out) as temporary:
             quantized = _write_shards(checkpoint, spec, temporary, progress)
@@ -87,11 +88,12 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
                 if file.is_file() and file.suffix in _COMPANIONS and not file.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(file, temporary / file.name)
             (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            Checkpoint(temporary).validate(load_config(temporary))
+            written = Checkpoint(temporary)
+            written.validate(as_stored(load_config(temporary), written))
             temporary.replace(out)
     except OSError as error:
         raise WeightError(f"{out}: cannot be written: {error.strerror or error}") from error
-    return load_config(out), quantized
+    return as_stored(load_config(out), Checkpoint(out)), quantized
 
 
 def _check(spec: Spec, out: Path) -> None:
@@ -109,21 +111,25 @@ def _check(spec: Spec, out: Path) -> None:
             raise KdgenError(f"{spec.name}: the group size of {group} does not divide {key} {width}")
 
 
-def _config(source: Path, spec: Spec) -> dict[str, Any]:
+def _config(source: Path, spec: Spec, checkpoint: Checkpoint) -> dict[str, Any]:
+    """``config.json`` as it was, with a ``quantization_config`` that leaves out what stays as it is: layers beyond the last decoder layer,
+    which predict several tokens, among it."""
     values: dict[str, Any] = json.loads(read_text(source / "config.json", MAX_JSON_BYTES))
     text = values["text_config"] if values["model_type"] in WRAPPERS else values
-    text["quantization_config"] = published_quantization(QUANTIZATION)
+    numbers = {int(found[1]) for key in checkpoint if (found := re.match(r"model\.layers\.([0-9]{1,10})\.", key))}
+    beyond = [rf"re:.*\.layers\.{number}\..*" for number in sorted(numbers) if number >= spec.num_hidden_layers]
+    text["quantization_config"] = published_quantization(QUANTIZATION, beyond)
     return values
 
 
 def _write_shards(checkpoint: Checkpoint, spec: Spec, out: Path, progress: Callable[[int, int], None]) -> int:
-    headers = {file: entries_of(file) for file in checkpoint.files}
-    total, done, quantized = sum(entry.nbytes for header in headers.values() for entry in header.values()), 0, 0
+    shards = checkpoint.shards
+    total, done, quantized = sum(entry.nbytes for shard in shards.values() for entry in shard.values()), 0, 0
     weight_map: dict[str, str] = {}
     size = 0
     progress(done, total)
-    for file, header in headers.items():
-        entries = sorted(header.items(), key=lambda item: item[1].offset)
+    for file, shard in shards.items():
+        entries = sorted(shard.items(), key=lambda item: item[1].offset)
         announced = [tensor for key, entry in entries for tensor in _announce(key, entry, spec)]
         quantized += sum(_is_expert(key, spec) for key, _ in entries)
 
@@ -138,7 +144,7 @@ def _write_shards(checkpoint: Checkpoint, spec: Spec, out: Path, progress: Calla
         write_stream(out / file.name, announced, pieces(), {"format": "pt"})
         weight_map |= {tensor.name: file.name for tensor in announced}
         size += sum(tensor.nbytes for tensor in announced)
-    if len(checkpoint.files) > 1:
+    if len(shards) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return quantized

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from checkpoints import write_drafter, write_model, write_safetensors
 from hypothesis import given, settings
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from kdgen.config import load_config
 from kdgen.errors import WeightError
 from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Quantization, Spec, load_spec
-from kdgen.weights.checkpoint import Checkpoint
+from kdgen.weights.checkpoint import Checkpoint, as_stored
 from kdgen.weights.random import random_weights
 
 SMALL = load_spec("tiny").model_copy(update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64})
@@ -137,12 +138,94 @@ def test_an_index_that_disagrees_with_its_shards(tmp_path: Path) -> None:
     write_model(tmp_path, SMALL, tensors(), shards=2)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
-    index["weight_map"]["model.norm.weight"], moved = "model-00001-of-00002.safetensors", index["weight_map"].pop("lm_head.weight")
+    moved = index["weight_map"].pop("lm_head.weight")
+    file.write_text(json.dumps(index))
+    assert refused(tmp_path) == f"{tmp_path}: tensor lm_head.weight [40, 64] is not in the index, though {moved} has it"
     index["weight_map"]["invented.weight"] = moved
     file.write_text(json.dumps(index))
+    assert "invented.weight is not in" in refused(tmp_path)
+
+
+def test_an_index_decides_where_a_tensor_is(tmp_path: Path) -> None:
+    """A later shard may lay a tensor over an older copy, and old ones may linger that no index names."""
+    whole = tensors()
+    write_model(tmp_path, SMALL, whole, shards=2)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    newer = {"lm_head.weight": whole["lm_head.weight"] * 2, "old.weight": np.zeros(3, np.float32)}
+    write_safetensors(tmp_path / "model-overlay-00001.safetensors", newer)
+    index["weight_map"]["lm_head.weight"] = "./model-overlay-00001.safetensors"
+    file.write_text(json.dumps(index))
+    for other in ("model.fp16.safetensors.index.json", "consolidated.safetensors.index.json"):
+        (tmp_path / other).write_text('{"weight_map": {"a": "b"}}')
+    read = Checkpoint(tmp_path)
+    read.validate(SMALL)
+    np.testing.assert_array_equal(read["lm_head.weight"], newer["lm_head.weight"])
+    file.unlink()
+    assert "none is model.safetensors.index.json" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("", "text.", "of 35 tensors have 'text.' before them (model."),
+        ("model.", "", "of 34 tensors lack 'model.' (model.layers.0.self_attn.kv_a_proj_with_mqa.weight is called layers.0."),
+        ("model.", "transformer.decoder.", "of 34 tensors have 'transformer.decoder.' for 'model.' (model.layers."),
+    ],
+)
+def test_names_with_another_prefix_are_one_line(tmp_path: Path, ours: str, theirs: str, said: str) -> None:
+    named = {theirs + key.removeprefix(ours) if key.startswith(ours) else key: value for key, value in tensors().items()}
+    message = refused(write_model(tmp_path, SMALL, named))
+    assert said in message and "\n" not in message
+
+
+def test_element_types_of_what_is_skipped_do_not_matter(tmp_path: Path) -> None:
+    """Nor does metadata that is null. The part is read by no kernel, and kept byte for byte by `kdgen quantize`."""
+    whole = tensors() | {"vision_tower.scale": np.arange(3, dtype=np.uint8), "model.layers.2.eh_proj.weight": np.arange(4, dtype=np.uint8)}
+    file = write_model(tmp_path, SMALL, whole) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    entries["__metadata__"] = None
+    for name in ("vision_tower.scale", "model.layers.2.eh_proj.weight"):
+        entries[name]["dtype"] = "F8_E8M0"
+    header(file, entries, data[8 + length :])
+    Checkpoint(tmp_path).validate(SMALL)
+    with safetensors.safe_open(file, "np") as theirs:
+        assert len(theirs.keys()) == len(whole)
+    entries["lm_head.weight"]["dtype"], entries["lm_head.weight"]["shape"] = "F8_E8M0", [40, 128]
+    header(file, entries, data[8 + length :])
+    assert "lm_head.weight has shape [40, 128]" in refused(tmp_path)
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, SMALL, tensors(), shards=2)
+    (tmp_path / name).write_bytes(POINTER)
     message = refused(tmp_path)
-    assert "invented.weight is not in" in message
-    assert "lm_head.weight is not in the index" in message
+    assert message.startswith(f"{tmp_path / name}: ") and "Git LFS pointer" in message and "`git lfs pull`" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("dtype", [None, np.float32])
+def test_a_head_that_differs_from_the_embedding_is_used(tmp_path: Path, dtype: type | None) -> None:
+    tied = SMALL.model_copy(update={"tie_word_embeddings": True})
+    whole = tensors()
+    copy = whole["model.embed_tokens.weight"].copy() if dtype is None else whole["model.embed_tokens.weight"].astype(dtype)
+    for head, untied in ((whole["lm_head.weight"], True), (copy, False)):
+        read = Checkpoint(write_model(tmp_path, tied, whole | {"lm_head.weight": head}))
+        assert as_stored(tied, read).tie_word_embeddings is not untied
+        read.validate(as_stored(tied, read))
+    without = {key: value for key, value in whole.items() if key != "lm_head.weight"}
+    assert as_stored(tied, Checkpoint(write_model(tmp_path, tied, without))).tie_word_embeddings
+    read = Checkpoint(write_model(tmp_path, tied, whole | {"lm_head.weight": whole["lm_head.weight"][:7]}))
+    with pytest.raises(WeightError, match=r"lm_head.weight has shape \[7, 64\], the config says \[40, 64\]"):
+        read.validate(as_stored(tied, read))
 
 
 def header(file: Path, entries: object, data: bytes = b"") -> Path:
@@ -158,7 +241,6 @@ def header(file: Path, entries: object, data: bytes = b"") -> Path:
         (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', "appears twice"),
         ('{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'.encode("utf-16"), "its header is not JSON"),
         (b'{"__metadata__":5,"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', "__metadata__ is not a table of strings"),
-        (b'{"a":{"dtype":"F4","shape":[32],"data_offsets":[0,16]}}', "a: element type F4 is not supported"),
     ],
 )
 def test_headers_that_safetensors_itself_or_no_kernel_reads(tmp_path: Path, entries: bytes, reason: str) -> None:
