@@ -32,12 +32,12 @@ from kdgen.verify.report import Check, Status
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 
-#: Prompt rows of two sequences in the first prefill, together more than an attention launch of a small model takes, and in the next ones,
-#: first as many as twins begin with, then few. The new tokens bring the first sequence beyond a tile of 64 old keys.
-PROMPTS, MORE = (41, 4), (15, 2)
+#: Prompt rows of two sequences: of the first one, as many as twins begin with; then of both, more than an attention launch of a small model
+#: takes, whose second launch has a tile of 64 keys that are not all old; then few.
+FIRST, BOTH, FEW = 30, (41, 4), (2, 2)
 TREE = 37  #: nodes of the largest tree, whose rows with another sequence's are more than such a launch takes, too
 NEW = 40  #: tokens of each sequence at most
-CONTEXT = sum((PROMPTS[0], MORE[0], NEW))
+CONTEXT = FIRST + BOTH[0] + FEW[0] + NEW
 SAMPLINGS = GREEDY, Sampling(0.8, top_k=20, top_p=0.95, seed=2**63 + 5)  #: of the two sequences
 
 
@@ -143,7 +143,7 @@ class _Programs:
             for each in (self.engine, alone):
                 backend.label(each.buffer(buffer.name), buffer.name)
         self._target = RecordingSequences(self.engine)
-        prompts = [rng.integers(0, spec.vocab_size, first + more).tolist() for first, more in zip(PROMPTS, MORE, strict=True)]
+        prompts = [rng.integers(0, spec.vocab_size, rows).tolist() for rows in (FIRST + BOTH[0] + FEW[0], BOTH[1] + FEW[1])]
         self._expected = [_expect(alone, prompt, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
         self._tokens = [list(prompt) for prompt in prompts]
 
@@ -152,10 +152,10 @@ class _Programs:
         target, (first, second) = self._target, (expected.prompt for expected in self._expected)
         for sequence, sampling in enumerate(SAMPLINGS):
             target.reset(sequence, sampling)
-        target.prefill_many([(0, first[: PROMPTS[0]]), (1, second[: PROMPTS[1]])])
-        target.prefill_many([(0, first[PROMPTS[0] : -2])])
+        target.prefill_many([(0, first[:FIRST])])
+        target.prefill_many([(1, second[: BOTH[1]]), (0, first[FIRST:-2])])
         target.prefill_many([(0, first[-2:-1])])
-        roots = target.prefill_many([(1, second[PROMPTS[1] :]), (0, first[-1:])])
+        roots = target.prefill_many([(1, second[BOTH[1] :]), (0, first[-1:])])
         self._commit([1, 0], [(root,) for root in roots])
         for sequences in ([1, 0], [0]):
             self._commit(sequences, [(root,) for root in target.decode_many(sequences)])
