@@ -1,4 +1,4 @@
-"""RoPE tables, computed once and shared by the engine and the reference, so that both rotate by the same bits.
+"""The engine's RoPE tables. The reference makes its own (``kdgen.reference.published``).
 
 They follow transformers' float32 arithmetic (``modeling_rope_utils``): at large positions the rounding of the angle, not
 of the table, is what two implementations differ by.

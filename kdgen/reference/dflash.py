@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kdgen.draft_spec import DraftSpec
 from kdgen.reference import ops
-from kdgen.rope import rope_tables
+from kdgen.reference.published import read_rope
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
@@ -43,6 +43,7 @@ class ReferenceDrafter:
 
     def __init__(self, draft: DraftSpec, weights: Mapping[str, Array], embedding: Array, head: Array) -> None:
         self.draft = draft
+        self._rope = read_rope(draft.model_dump(mode="json"), draft.head_dim)
         self._weights = weights
         self._embedding, self._head = embedding.astype(np.float64), head.astype(np.float64)
 
@@ -92,8 +93,7 @@ class ReferenceDrafter:
         """Queries or keys of rows x: each head normed, then rotated as a whole, pairs half a head apart."""
         heads = self._biased(layer, name, x).reshape(len(x), -1, self.draft.head_dim)
         heads = ops.rmsnorm(heads, self._weight(f"layers.{layer}.self_attn.{name}_norm.weight"), self.draft.rms_norm_eps)
-        cos, sin = rope_tables(self.draft, int(positions.max(initial=-1)) + 1)
-        return ops.rope(heads, cos[positions], sin[positions], interleave=False)
+        return ops.rope(heads, *self._rope.tables(positions), interleave=False)
 
     def _biased(self, layer: int, name: str, x: Array) -> F64:
         key = f"layers.{layer}.self_attn.{name}_proj"

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.reference import int4, ops
-from kdgen.rope import rope_tables
-from kdgen.spec import LORA_NORM_EPS, Spec
+from kdgen.reference.published import read
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
@@ -34,16 +33,16 @@ class Forward:
 
 
 class ReferenceModel:
-    """A model of ``spec`` over checkpoint tensors by published key (without a ``language_model.`` prefix).
+    """The model of a ``config.json``'s mapping, or of a spec's, whose keys are the same, which the reference's own code reads
+    (``kdgen.reference.published``), over checkpoint tensors by published key (without a ``language_model.`` prefix).
 
     Tensors are converted to float64 when first used, and kept. Routed experts may be INT4 (``weight_packed``, ``weight_scale``).
     """
 
-    def __init__(self, spec: Spec, weights: Mapping[str, Array]) -> None:
-        self.spec = spec
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
+        self.published = read(config)
         self._stored = weights
         self._converted: dict[str, F64] = {}
-        self._cos, self._sin = rope_tables(spec, 0)
 
     def weight(self, key: str) -> F64:
         """The tensor ``key`` as float64, dequantized if need be. Raises KeyError when the checkpoint has no such tensor."""
@@ -57,7 +56,7 @@ class ReferenceModel:
 
     def empty_cache(self) -> F64:
         """A cache of no rows, [layers, 0, cache_row_dim]."""
-        return np.zeros((self.spec.num_hidden_layers, 0, self.spec.cache_row_dim))
+        return np.zeros((self.published.layers, 0, self.published.latent + self.published.rope.width))
 
     def forward(
         self,
@@ -79,55 +78,54 @@ class ReferenceModel:
             visible = np.arange(before + rows) <= np.arange(before, before + rows)[:, None]
         x = self.weight("model.embed_tokens.weight")[ids]
         new_rows, features = [], []
-        for layer in range(self.spec.num_hidden_layers):
+        for layer in range(self.published.layers):
             prefix = f"model.layers.{layer}."
-            h = ops.rmsnorm(x, self.weight(f"{prefix}input_layernorm.weight"), self.spec.rms_norm_eps)
+            h = ops.rmsnorm(x, self.weight(f"{prefix}input_layernorm.weight"), self.published.eps)
             attended, row = self.attention(layer, h, cache[layer], where, visible)
             x = x + attended
-            h = ops.rmsnorm(x, self.weight(f"{prefix}post_attention_layernorm.weight"), self.spec.rms_norm_eps)
-            x = x + (self.moe(layer, h) if layer >= self.spec.first_k_dense_replace else self._swiglu(f"{prefix}mlp.", h))
+            h = ops.rmsnorm(x, self.weight(f"{prefix}post_attention_layernorm.weight"), self.published.eps)
+            x = x + (self.moe(layer, h) if layer >= self.published.dense_layers else self._swiglu(f"{prefix}mlp.", h))
             new_rows.append(row)
             features.append(x)
-        head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
-        logits = ops.linear(ops.rmsnorm(x, self.weight("model.norm.weight"), self.spec.rms_norm_eps), self.weight(head))
+        head = "model.embed_tokens.weight" if self.published.tied else "lm_head.weight"
+        logits = ops.linear(ops.rmsnorm(x, self.weight("model.norm.weight"), self.published.eps), self.weight(head))
         return Forward(logits, np.stack(new_rows), np.stack(features))
 
     def attention(self, layer: int, h: Array, cache: Array, positions: Array, visible: NDArray[np.bool_]) -> tuple[F64, F64]:
         """One layer's attention over normed rows h [T, hidden] and its cache [S, row]: (output [T, hidden], new cache rows [T, row])."""
-        spec, prefix = self.spec, f"model.layers.{layer}.self_attn."
-        cos, sin = self._angles(positions)
-        if spec.q_lora_rank is None:
+        p, prefix = self.published, f"model.layers.{layer}.self_attn."
+        cos, sin = p.rope.tables(positions)
+        if p.query_rank is None:
             q = ops.linear(h, self.weight(f"{prefix}q_proj.weight"))
         else:
             q_a = self._biased(f"{prefix}q_a_proj", h)
-            q_a = ops.rmsnorm(q_a, self.weight(f"{prefix}q_a_layernorm.weight"), LORA_NORM_EPS)
+            q_a = ops.rmsnorm(q_a, self.weight(f"{prefix}q_a_layernorm.weight"), p.inner_eps)
             q = ops.linear(q_a, self.weight(f"{prefix}q_b_proj.weight"))
-        q = q.reshape(len(h), spec.num_attention_heads, spec.qk_head_dim)
-        q_nope, q_rope = q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :]
-        q_rope = ops.rope(q_rope, cos, sin, spec.rope_interleave)
+        q = q.reshape(len(h), p.heads, p.nope + p.rope.width)
+        q_nope, q_rope = q[..., : p.nope], q[..., p.nope :]
+        q_rope = ops.rope(q_rope, cos, sin, p.interleaved)
 
         kv = self._biased(f"{prefix}kv_a_proj_with_mqa", h)
-        c_kv = ops.rmsnorm(kv[:, : spec.kv_lora_rank], self.weight(f"{prefix}kv_a_layernorm.weight"), LORA_NORM_EPS)
-        k_rope = ops.rope(kv[:, spec.kv_lora_rank :], cos, sin, spec.rope_interleave)
+        c_kv = ops.rmsnorm(kv[:, : p.latent], self.weight(f"{prefix}kv_a_layernorm.weight"), p.inner_eps)
+        k_rope = ops.rope(kv[:, p.latent :], cos, sin, p.interleaved)
         row = np.concatenate([c_kv, k_rope], axis=1)
 
-        w_uk, w_uv = ops.split_kv_b(
-            self.weight(f"{prefix}kv_b_proj.weight"), spec.num_attention_heads, spec.qk_nope_head_dim, spec.v_head_dim
-        )
+        w_uk, w_uv = ops.split_kv_b(self.weight(f"{prefix}kv_b_proj.weight"), p.heads, p.nope, p.value)
         keys = np.concatenate([cache, row])
-        o = ops.mla_attention(q_nope, q_rope, keys, w_uk, w_uv, visible, spec.softmax_scale)
+        o = ops.mla_attention(q_nope, q_rope, keys, w_uk, w_uv, visible, p.softmax_scale)
         return self._biased(f"{prefix}o_proj", o.reshape(len(h), -1)), row
 
     def moe(self, layer: int, h: Array) -> F64:
         """One layer's mixture of experts over normed rows h [T, hidden], the shared expert included: [T, hidden]."""
-        spec, prefix = self.spec, f"model.layers.{layer}.mlp."
-        bias = self.weight(f"{prefix}gate.e_score_correction_bias") if spec.has_router_bias else None
-        experts, weights = ops.router(ops.linear(h, self.weight(f"{prefix}gate.weight")), spec, bias)
-        out = np.zeros((len(h), spec.hidden_size))
+        p, prefix = self.published, f"model.layers.{layer}.mlp."
+        assert p.router is not None
+        bias = self.weight(f"{prefix}gate.e_score_correction_bias") if p.router.bias else None
+        experts, weights = ops.router(ops.linear(h, self.weight(f"{prefix}gate.weight")), p.router, bias)
+        out = np.zeros((len(h), p.hidden))
         for expert in np.unique(experts):
             rows, slots = np.nonzero(experts == expert)
             out[rows] += weights[rows, slots, None] * self._swiglu(f"{prefix}experts.{expert}.", h[rows])
-        if spec.shared_intermediate_size:
+        if p.shared_width:
             out += self._swiglu(f"{prefix}shared_experts.", h)
         return out
 
@@ -147,10 +145,4 @@ class ReferenceModel:
         return ops.swiglu(x, gate, up, down)
 
     def _biased(self, name: str, x: Array) -> F64:
-        return ops.linear(x, self.weight(f"{name}.weight"), self.weight(f"{name}.bias") if self.spec.attention_bias else None)
-
-    def _angles(self, positions: Array) -> tuple[Array, Array]:
-        needed = int(positions.max(initial=-1)) + 1
-        if needed > len(self._cos):
-            self._cos, self._sin = rope_tables(self.spec, max(needed, 2 * len(self._cos)))
-        return self._cos[positions], self._sin[positions]
+        return ops.linear(x, self.weight(f"{name}.weight"), self.weight(f"{name}.bias") if self.published.biased else None)

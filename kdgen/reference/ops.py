@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.spec import Spec
+from kdgen.reference.published import Router
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
@@ -93,26 +93,25 @@ def top_k(scores: Array, k: int) -> I64:
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k].astype(np.int64)
 
 
-def router(logits: Array, spec: Spec, bias: Array | None) -> tuple[I64, F64]:
-    """The experts of each row and their weights, both [T, num_experts_per_tok], best choice first; logits [T, E], bias [E].
+def router(logits: Array, router: Router, bias: Array | None) -> tuple[I64, F64]:
+    """The experts of each row and their weights, both [T, chosen], best choice first; logits [T, E], bias [E].
 
     The bias takes part in the choice, not in the weights. Ties go to the lowest index, of groups and of experts.
     """
-    scores = sigmoid(logits) if spec.scoring_func == "sigmoid" else softmax(logits)
+    scores = softmax(logits) if router.softmax else sigmoid(logits)
     choice = scores if bias is None else scores + bias.astype(np.float64)
-    if spec.n_group > 1 and spec.topk_method != "greedy":
+    if router.best:
         rows = np.arange(len(choice))[:, None]
-        grouped = choice.reshape(len(choice), spec.n_group, -1)
+        grouped = choice.reshape(len(choice), router.groups, -1)
         best = np.sort(grouped, axis=-1)[..., ::-1]
-        group_scores = best[..., :2].sum(axis=-1) if spec.topk_method == "noaux_tc" else best[..., 0]
-        kept = np.zeros((len(choice), spec.n_group), bool)
-        kept[rows, top_k(group_scores, spec.topk_group)] = True
+        kept = np.zeros((len(choice), router.groups), bool)
+        kept[rows, top_k(best[..., : router.best].sum(axis=-1), router.kept_groups)] = True
         choice = np.where(kept[:, :, None], grouped, -np.inf).reshape(choice.shape)
-    experts = top_k(choice, spec.num_experts_per_tok)
+    experts = top_k(choice, router.chosen)
     weights = np.take_along_axis(scores, experts, axis=-1)
-    if spec.norm_topk_prob:
+    if router.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return experts, weights * spec.routed_scaling_factor
+    return experts, weights * router.factor
 
 
 def swiglu(x: Array, gate: Array, up: Array, down: Array) -> F64:

@@ -24,13 +24,13 @@ from kdgen.oracles import ModelCase
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.reference.model import ReferenceModel
 from kdgen.rounds import Rounds
 from kdgen.sampling import Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
 from kdgen.verify.departure import first_departure
 from kdgen.verify.drafter import check_drafter
+from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.report import Check, Status, finite
 from kdgen.weights.checkpoint import Checkpoint
@@ -190,9 +190,7 @@ def _check_logits(engine: RecordingEngine, subject: Subject, plain: _Plain, cloc
     """Logits of every position, teacher forced: in float32 each element, in bf16 the rows' typical error, for routing may flip."""
     case = subject.case
     tokens = case.tokens.tolist() if case is not None else [*subject.prompt, *plain.decoded.tokens[:-1]]
-    expected = (case.logits if case is not None else ReferenceModel(subject.spec, subject.weights).forward(tokens).logits).astype(
-        np.float64
-    )
+    expected = (case.logits if case is not None else reference_of(subject.spec, subject.weights).forward(tokens).logits).astype(np.float64)
     prefill(engine, tokens)
     logits = np.stack(engine.logits)
     expected = expected[:, engine.plan.shard.rank * logits.shape[1] :][:, : logits.shape[1]]

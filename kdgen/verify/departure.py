@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.plan.ir import Compute
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
+from kdgen.verify.published import reference_of
 
 #: The error of a cache row, over the row's root mean square, from which it counts as another row: far above rounding in models of a few
 #: layers, far below what a wrong operand makes of it.
@@ -26,7 +26,7 @@ def first_departure(
     so the fault lies in that layer's projections to the row, or behind the row of the layer before.
     """
     rows = min(len(tokens), cache.shape[1])
-    expected = ReferenceModel(spec, weights).forward(tokens[:rows]).rows
+    expected = reference_of(spec, weights).forward(tokens[:rows]).rows
     ours = cache[:, :rows].astype(np.float64)
     scale = np.sqrt(np.square(expected).mean(axis=2)) + np.finfo(np.float64).tiny
     with np.errstate(invalid="ignore"):

@@ -14,9 +14,9 @@ from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.plan.ir import Compute
 from kdgen.reference.dflash import ReferenceDrafter
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, finite
 
@@ -63,7 +63,7 @@ def check_drafter(engine: RecordingEngine, subject: Subject, plain: Decoded, che
     root, features = captured(engine, subject.prompt)
     logits = drafted(engine.engine, draft.block_size)
 
-    outputs = ReferenceModel(subject.spec, subject.weights).forward(subject.prompt).features[list(draft.target_layer_ids)]
+    outputs = reference_of(subject.spec, subject.weights).forward(subject.prompt).features[list(draft.target_layer_ids)]
     expected = outputs.swapaxes(0, 1).reshape(features.shape)
     yield check("draft", "captured features", *_compare(subject, features, expected, draft.target_layer_ids[-1] + 1))
 

@@ -24,11 +24,11 @@ from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDr
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
 from kdgen.verify.departure import first_departure
 from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.sampling import may_draw
 from kdgen.weights.pack import CheckpointWeights
@@ -128,7 +128,7 @@ def _error(spec: Spec, compute: Compute, weights: Mapping[str, NDArray[Any]], al
     itself makes of weights that are off by float32's rounding.
     """
     tokens = [*alone.prompt, *alone.tokens[:-1]]
-    expected = ReferenceModel(spec, weights).forward(tokens).logits
+    expected = reference_of(spec, weights).forward(tokens).logits
     if compute == "bf16":
         typical = np.median(np.sqrt(np.square(alone.logits - expected).mean(axis=1)))
         return float(typical), tolerances.bf16_logits(expected, spec.num_hidden_layers)
@@ -137,7 +137,7 @@ def _error(spec: Spec, compute: Compute, weights: Mapping[str, NDArray[Any]], al
         key: value.astype(np.float64) * (1 + tolerances.EPS32 * rng.standard_normal(value.shape)) if value.dtype.kind != "i" else value
         for key, value in weights.items()
     }
-    moved = np.abs(ReferenceModel(spec, off).forward(tokens).logits - expected).max()
+    moved = np.abs(reference_of(spec, off).forward(tokens).logits - expected).max()
     return float(np.abs(alone.logits - expected).max()), tolerances.float32_logits(expected) + float(10 * moved)
 
 

@@ -12,6 +12,7 @@ from kdgen.reference import int4, ops
 from kdgen.verify import tolerances
 from kdgen.verify.bench import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.dense import interleaved
+from kdgen.verify.published import router_of
 from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
 
 Array = NDArray[Any]
@@ -44,7 +45,7 @@ def check_router_topk(bench: Bench) -> None:
             "topk_weights": split_guard(bench, "topk_weights", bench.read(weights), count),
         }
 
-    experts, weights = ops.router(logits, bench.spec, bias)
+    experts, weights = ops.router(logits, router_of(bench.spec), bias)
     error = tolerances.positive_sum(weights, p.experts if p.softmax else p.top_k) + 2 * tolerances.formula(weights)
     check_rows(bench, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
 
@@ -180,7 +181,7 @@ def check_linear_and_choice(bench: Bench) -> None:
         bench.findings.untouched("y of other rows", found["y"][:, wanted:])
         return found | {"y": found["y"][:, :wanted]}
 
-    experts, weights = ops.router(logits, bench.spec, bias)
+    experts, weights = ops.router(logits, router_of(bench.spec), bias)
     off = tolerances.positive_sum(weights, choice.experts if choice.softmax else choice.top_k) + 2 * tolerances.formula(weights)
     y = ops.linear(x, w[0])
     error = tolerances.dot(tolerances.terms_norm(x, w[0]), p.cols) + 2 * tolerances.EPS32 * (np.abs(y) + np.abs(y + residual))

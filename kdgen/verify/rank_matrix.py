@@ -39,7 +39,6 @@ from kdgen.plan.params import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard
 from kdgen.ranks import joined, place_in
 from kdgen.reference.dflash import ReferenceDrafter
-from kdgen.reference.model import ReferenceModel
 from kdgen.render import render
 from kdgen.rounds import Rounds
 from kdgen.sampling import Sampling
@@ -47,6 +46,7 @@ from kdgen.spec import Spec, load_spec
 from kdgen.verify import tolerances
 from kdgen.verify.joins import CHECKS
 from kdgen.verify.lockstep import Team
+from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, Status, finite
 from kdgen.verify.sampling import may_draw
@@ -264,7 +264,7 @@ def _chosen(found: Sequence[Observed]) -> str:
 
 def _logits_error(case: Case, found: Sequence[Observed], weights: Mapping[str, Array]) -> tuple[float, float]:
     tokens = [*prompt_of(case.spec), *found[0].tokens[:-1]]
-    expected = ReferenceModel(case.spec, weights).forward(tokens).logits
+    expected = reference_of(case.spec, weights).forward(tokens).logits
     return _error(case, np.concatenate([each.logits for each in found], axis=1), expected, case.spec.num_hidden_layers)
 
 

@@ -32,9 +32,9 @@ from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.resources import checkout_folder
 from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import Spec, load_spec
+from kdgen.spec import Spec, load_spec, shipped_specs
 from kdgen.verify import full_size, joins, rank_matrix
-from kdgen.verify.bench import SLICE_TILES, TOKENS, Bench, Size
+from kdgen.verify.bench import SLICE_TILES, TOKENS, Bench, Findings, Size
 from kdgen.verify.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.exact import check_exactness
@@ -42,6 +42,7 @@ from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
 from kdgen.verify.programs import CONTEXT as PROGRAM_CONTEXT
 from kdgen.verify.programs import Model, check_programs, model_of_ranks, models
 from kdgen.verify.ptx.checks import check_primitives
+from kdgen.verify.published import check_config, check_numbers, configs
 from kdgen.verify.ranks import check_ranks
 from kdgen.verify.report import Check, Report, Status, finite, make_report
 from kdgen.verify.rope import check_tables
@@ -274,7 +275,9 @@ def tasks(
     for group in full_sized:
         for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
             add(f"{_part(spec, plan)}, kernels in full size", _kernels, backend, spec, plan, group.size, group.tokens)
-    add("tables", _all_tables, tuple(dict.fromkeys(spec for spec, _ in (*plans, *others))))
+    described = tuple(dict.fromkeys(spec for spec, _ in (*plans, *others)))
+    add("tables", _all_tables, described)
+    add("numbers of the config", _all_numbers, described, bool(others))
     add("trees of the DDTree reference", _trees, backend, *plans[0])
     for spec, plan in (*plans, *others):
         add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan))
@@ -323,6 +326,16 @@ def _all_tables(specs: Sequence[Spec], say: Say) -> Iterator[Check]:
         yield _tables(spec)
 
 
+def _all_numbers(specs: Sequence[Spec], all_of_them: bool, say: Say) -> Iterator[Check]:
+    """What kernels are given, by the reference's reading of the keys; of the shipped specs and of published forms of configs, too."""
+    say("numbers of the config")
+    shipped = [spec for name in (shipped_specs() if all_of_them else ()) if (spec := load_spec(name)) not in specs]
+    for spec in (*specs, *shipped):
+        yield _of_findings(spec.name, "numbers", "kernels' numbers", "text", check_numbers(spec))
+    for config in configs() if all_of_them else ():
+        yield _of_findings(config.name, "numbers", "kernels' numbers of a config.json", "text", check_config(config))
+
+
 def _decodes_of(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
     small, _ = _small(spec, plan)
     case = _case_of(spec)
@@ -336,10 +349,13 @@ def _decodes_of_oracle(backend: Backend, case: ModelCase, spec: Spec, compute: C
 
 
 def _tables(spec: Spec) -> Check:
-    findings = check_tables(spec)
-    status: Status = "failed" if findings.problems else "ok"
-    figure, why = finite(findings.error), "; ".join(findings.problems)
-    return Check(spec.name, "f32", "tables", "cos and sin of RoPE", "NumPy", status, figure, findings.tolerance, why=why)
+    return _of_findings(spec.name, "tables", "cos and sin of RoPE", "NumPy", check_tables(spec))
+
+
+def _of_findings(title: str, part: str, name: str, backend: str, found: Findings) -> Check:
+    status: Status = "failed" if found.problems else "ok"
+    figures: tuple[float | None, float | None] = (finite(found.error), found.tolerance) if found.tolerance else (None, None)
+    return Check(title, "f32", part, name, backend, status, *figures, why="; ".join(found.problems[:3]))
 
 
 def _situation(spec: Spec, plan: Plan) -> Situation:

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
+from kdgen.verify.published import reference_of
 from tests.campaign.damage import split_safetensors
 from tests.campaign.process import MOST_BYTES, Outcome
 from tests.campaign.subjects import NEW_TOKENS, prompt_ids
@@ -90,7 +90,7 @@ def wrong_tokens(outcome: Outcome, spec: Spec, weights: Mapping[str, NDArray[Any
     too close to tell."""
     report = json.loads(outcome.stdout)
     tokens, margin = report["tokens"], MARGIN[report["dtype"]]
-    model = ReferenceModel(spec, weights)
+    model = reference_of(spec, weights)
     with np.errstate(all="ignore"):
         logits = model.forward([*prompt_ids(), *tokens[:-1]]).logits[len(prompt_ids()) - 1 :]
     if not np.isfinite(logits).all():

@@ -15,8 +15,8 @@ from kdgen.backends.base import Backend
 from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec, load_spec
+from kdgen.verify.published import reference_of
 from kdgen.weights.random import RandomWeights, random_weights
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def one_layer() -> tuple[Spec, RandomWeights, NDArray[np.float64]]:
     }
     spec = Spec.from_mapping(load_spec("k26").model_dump(mode="json") | cut | {"eos_token_id": [], "name": "k26-layer"})
     weights = random_weights(spec, 7)
-    return spec, weights, ReferenceModel(spec, weights).forward(PROMPT).logits
+    return spec, weights, reference_of(spec, weights).forward(PROMPT).logits
 
 
 def logits(backend: Backend, compute: Compute) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -17,7 +17,7 @@ from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.model import open_engine, open_model
-from kdgen.reference.model import ReferenceModel
+from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.quantize import quantize_model
@@ -91,7 +91,7 @@ def check_drafts(target: RecordingEngine, answer: Any, logits: NDArray[np.float3
 def test_what_kdgen_quantizes_is_what_compressed_tensors_reads(tmp_path: Path) -> None:
     theirs.make(Family("to-quantize"), tmp_path / "model")
     spec, matrices = quantize_model(tmp_path / "model", tmp_path / "int4", lambda done, total: None)
-    written, plain = Checkpoint(tmp_path / "int4"), ReferenceModel(spec, Checkpoint(tmp_path / "int4"))
+    written, plain = Checkpoint(tmp_path / "int4"), reference_of(spec, Checkpoint(tmp_path / "int4"))
     keys = [key.removesuffix("_packed") for key in written if key.endswith("_packed")]
     assert len(keys) == matrices == 2 * 8 * 3
     for key in keys:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from kdgen.config import load_config
@@ -18,7 +20,7 @@ def _model(case: ModelCase) -> ReferenceModel:
     spec = load_config(case.folder)
     weights = Checkpoint(case.folder)
     weights.validate(spec)
-    return ReferenceModel(spec, weights)
+    return ReferenceModel(json.loads((case.folder / "config.json").read_text()), weights)
 
 
 def test_there_are_cases() -> None:

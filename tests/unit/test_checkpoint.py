@@ -18,8 +18,8 @@ from strategies import specs
 
 from kdgen.config import load_config
 from kdgen.errors import WeightError
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Quantization, Spec, load_spec
+from kdgen.verify.published import reference_of
 from kdgen.weights.checkpoint import Checkpoint, as_stored
 from kdgen.weights.random import random_weights
 
@@ -311,7 +311,7 @@ def test_random_weights_are_a_checkpoint_of_their_spec(tmp_path_factory: pytest.
     folder = write_model(tmp_path_factory.mktemp("model"), spec, random_weights(spec, 1))
     read = Checkpoint(folder)
     read.validate(spec)
-    logits = ReferenceModel(spec, read).forward([0, 1, 1]).logits
+    logits = reference_of(spec, read).forward([0, 1, 1]).logits
     assert logits.shape == (3, spec.vocab_size)
     assert np.isfinite(logits).all()
 

@@ -182,7 +182,7 @@ def test_torch_computes_what_the_reference_does(trained: Path) -> None:
         )
     target, tokens = Target(spec, weights), list(TEXT)
     forward = target.forward(torch.tensor([tokens]), draft.target_layer_ids)
-    expected = ReferenceModel(load_config(trained / "model-int4"), int4).forward(tokens)
+    expected = ReferenceModel(json.loads((trained / "model-int4" / "config.json").read_text()), int4).forward(tokens)
     np.testing.assert_allclose(forward.logits[0], expected.logits, rtol=0, atol=1e-5)
     features = expected.features[list(draft.target_layer_ids)].swapaxes(0, 1).reshape(len(tokens), -1)
     np.testing.assert_allclose(forward.features[0], features, rtol=0, atol=1e-5)

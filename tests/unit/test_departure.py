@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kdgen.reference.model import ReferenceModel
 from kdgen.spec import load_spec
 from kdgen.verify.departure import first_departure
+from kdgen.verify.published import reference_of
 from kdgen.weights.random import random_weights
 
 TOKENS = [5, 17, 9, 3]
@@ -17,7 +17,7 @@ TOKENS = [5, 17, 9, 3]
 def test_the_first_layer_and_position_are_named(layer: int, position: int) -> None:
     spec = load_spec("tiny")
     weights = random_weights(spec, 0)
-    cache = ReferenceModel(spec, weights).forward(TOKENS).rows.astype(np.float32)
+    cache = reference_of(spec, weights).forward(TOKENS).rows.astype(np.float32)
     assert first_departure(spec, "f32", weights, TOKENS, cache).startswith("every layer's cache rows are the reference's")
     cache[layer, position, 1] += 1.0
     cache[layer + 1, 0] *= 2

@@ -68,7 +68,7 @@ def refused(model: Path | str, *options: str, prompt: str = "5,17,9") -> str:
 
 
 def test_the_tokens_are_the_references(model: Path) -> None:
-    expected, _ = ReferenceModel(load_config(model), Checkpoint(model)).greedy(PROMPT, 12)
+    expected, _ = ReferenceModel(json.loads((model / "config.json").read_text()), Checkpoint(model)).greedy(PROMPT, 12)
     found = report(model, "--dtype", "f32", "--max-new-tokens", "12", "--ignore-eos")
     assert found["tokens"] == expected
     plain = generate(model, "--dtype", "f32", "--max-new-tokens", "12", "--ignore-eos")

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from kdgen.reference import ops
+from kdgen.reference.published import Router
 from kdgen.reference.tree import build_tree, compact, ranked_rows
 from kdgen.spec import Spec, load_spec
+from kdgen.verify.published import router_of
 
 RNG = np.random.default_rng(7)
 
 
-def routed(**changes: Any) -> Spec:
-    values = load_spec("tiny").model_dump(mode="json") | changes
-    return Spec.from_mapping(values)
+def routed(**changes: Any) -> Router:
+    return router_of(Spec.from_mapping(load_spec("tiny").model_dump(mode="json") | changes))
 
 
 def test_rmsnorm_gives_rows_of_unit_size() -> None:
