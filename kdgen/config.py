@@ -265,7 +265,8 @@ def read_rope(config: Reader, origins: Origins) -> dict[str, Any]:
             rope.bad("rope_type" if "rope_type" in rope.values else "type", "not supported; supported are default and yarn")
             continue
         rope.only(_YARN | keys("rope_type rope_theta truncate partial_rotary_factor"), "RoPE")
-        rope.must("truncate", None, True, reason="YaRN without rounded bounds is not supported")
+        if "truncate" in rope.values:  # transformers takes null for false
+            rope.must("truncate", True, reason="YaRN without rounded bounds is not supported")
         rope.must("partial_rotary_factor", None, 1, 1.0, reason="must be 1: all of qk_rope_head_dim is rotated")
         scaling = {name: value for name, value in rope.values.items() if name in _YARN and value is not None}
         if kinds == {"default"} and scaling.keys() - {"type"}:
@@ -326,9 +327,11 @@ def _layers(config: Reader, family: str, origins: Origins) -> dict[str, Any]:
 
 def _router(config: Reader, family: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
+    if "n_shared_experts" not in config.values:
+        config.bad("n_shared_experts", "missing, and families differ in what they take for it; null or 0 says that there are none")
     if family == "deepseek_v2":
         config.must("scoring_func", None, "softmax", reason="deepseek_v2 knows softmax alone")
-        method = config.get("topk_method") or "greedy"
+        method = config.values.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             config.bad("topk_method", "deepseek_v2 knows greedy and group_limited_greedy")
         out |= {"scoring_func": "softmax", "topk_method": method, "norm_topk_prob": False}
@@ -340,8 +343,9 @@ def _router(config: Reader, family: str) -> dict[str, Any]:
         for key in ("n_group", "topk_group"):
             if config.get(key) is not None:
                 out[key] = config.get(key)
-            elif family != "glm4_moe_lite":
-                config.bad(key, "missing, and the choice of experts depends on it")
+            elif family != "glm4_moe_lite" or key in config.values:
+                reason = "must be a number" if key in config.values else "missing"
+                config.bad(key, f"{reason}, and the choice of experts depends on it")
     return out
 
 
@@ -363,6 +367,8 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     if outer is not None:  # the class of the wrapper owns the head, and ties it unless it is told otherwise
         out["tie_word_embeddings"] = outer.values.get("tie_word_embeddings", True)
         origins.note("tie_word_embeddings", outer.full("tie_word_embeddings"))
+    if family != "deepseek_v2" and config.get("head_dim") not in (None, config.get("qk_rope_head_dim")):
+        config.bad("head_dim", "must equal qk_rope_head_dim: transformers rotates so many elements")
     if family == "deepseek_v2" and out["rope_interleave"] is not True:
         config.bad("rope_interleave", "deepseek_v2 knows interleaved pairs alone")
     out |= read_rope(config, origins) | _layers(config, family, origins)

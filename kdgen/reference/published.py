@@ -206,5 +206,5 @@ def _router(text: Mapping[str, Any], family: str) -> Router:
         experts=int(_given(text, "n_routed_experts", text.get("num_local_experts"))), chosen=int(text["num_experts_per_tok"]),
         softmax=_given(text, "scoring_func", "softmax" if older else "sigmoid") == "softmax", bias=method == "noaux_tc",
         groups=groups if best else 1, kept_groups=int(_given(text, "topk_group", 1)) if best else 1, best=best,
-        normalise=bool(text["norm_topk_prob"]) and not older, factor=float(text["routed_scaling_factor"]),
+        normalise=not older and bool(text["norm_topk_prob"]), factor=float(text["routed_scaling_factor"]),
     )  # fmt: skip

@@ -19,9 +19,9 @@ SCHEMA = "kdgen.verify/1"
 class Check:
     """One thing that was held against another.
 
-    ``part`` groups checks (primitives, kernel, tables, numbers, trees, checker, drift, together, logits, tokens, decode, rounds). ``figure`` is what
-    was measured, in the unit of ``tolerance``; both are None where bits or integers were compared, or where the result was no number.
-    ``bits`` were compared one by one. ``why`` says where a failed check failed, and why a skipped one did not run.
+    ``part`` groups checks (primitives, kernel, tables, numbers, trees, checker, drift, together, logits, tokens, decode, rounds, ranks).
+    ``figure`` is what was measured, in the unit of ``tolerance``; both are None where bits or integers were compared, or where the result
+    was no number. ``bits`` were compared one by one. ``why`` says where a failed check failed, and why a skipped one did not run.
     """
 
     spec: str

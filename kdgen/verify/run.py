@@ -253,9 +253,7 @@ def _small(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
     return small, next(each for each in _plans_of(small, plan.compute) if each.family == plan.family)
 
 
-def tasks(
-    backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, full_sized: Sequence[full_size.Group] = ()
-) -> list[Task]:
+def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, full_sized: Sequence[full_size.Group] = ()) -> list[Task]:
     """Primitives and kernels first, for they are quick and say where a fault is; then the checker, generated text, trees and decodes.
 
     ``others`` are models of the default command alone, and so are those whose kernels run in full size.

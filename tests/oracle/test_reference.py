@@ -51,7 +51,7 @@ def test_a_tree_step_gives_each_node_what_its_path_alone_would(model_case: Model
     prompt, root = model_case.prompt[:-1], int(model_case.prompt[-1])
     cache = model.forward(prompt).rows if len(prompt) else model.empty_cache()
     generator = np.random.default_rng(1)
-    tree = build_tree(*ranked_rows(generator.normal(size=(4, model.spec.vocab_size)).astype(np.float32) * 3, 5), budget=9)
+    tree = build_tree(*ranked_rows(generator.normal(size=(4, model.published.vocabulary)).astype(np.float32) * 3, 5), budget=9)
     tokens, positions, visible = tree.step(root, len(prompt))
     step = model.forward(tokens, cache, positions, visible)
     for node in range(tree.size + 1):
