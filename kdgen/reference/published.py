@@ -130,7 +130,9 @@ def read(config: Mapping[str, Any]) -> Published:
     rope = read_rope(text, rotated)
     dense = _dense_layers(text, family, layers)
     shared = int(_given(text, "n_shared_experts", 0)) if dense < layers else 0
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    tied = (
+        text.get("tie_word_embeddings", False) if text is config else config.get("tie_word_embeddings", True)
+    )  # a wrapper's head is its own
     expert_width = int(_given(text, "moe_intermediate_size", 0))
     return Published(
         vocabulary=int(text["vocab_size"]), hidden=int(text["hidden_size"]), layers=layers, dense_layers=dense,

@@ -80,7 +80,8 @@ def configs() -> tuple[Config, ...]:
         Config("deepseek_v3, all given", {**v3, "attention_bias": True, "rope_interleave": False, "tie_word_embeddings": True}),
         Config("deepseek_v3, groups", {**v3, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
         Config("kimi_k2", {**v3, "model_type": "kimi_k2"}),
-        Config("kimi_k25", {"model_type": "kimi_k25", "text_config": {**v3, "model_type": "kimi_k2"}, "tie_word_embeddings": True}),
+        Config("kimi_k25", {"model_type": "kimi_k25", "text_config": {**v3, "model_type": "kimi_k2"}, "tie_word_embeddings": False}),
+        Config("kimi_k25, its own head", {"model_type": "kimi_k25", "text_config": {**v3, "model_type": "kimi_k2"}}),
         Config("deepseek_v2", v2),
         Config("deepseek_v2, groups", {**v2, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}),
         Config("deepseek_v2, groups that greedy ignores", {**v2, "n_group": 2, "topk_group": 1}),
@@ -130,6 +131,8 @@ def _problems(plan: Plan, spec: Spec, published: Published) -> Iterator[str]:
     biased = any(weight.name == "o_proj_bias" for weight in plan.weights)
     if biased != published.biased:
         yield f"projections of attention have {'a' if biased else 'no'} bias"
+    if spec.tie_word_embeddings != published.tied:
+        yield f"the head is {'the embedding' if spec.tie_word_embeddings else 'a matrix of its own'}"
     shared = any(kernel == "shared_down_proj" for kernel, _ in launched)
     if shared != bool(published.shared_width):
         yield f"there are {'' if shared else 'no '}shared experts"
