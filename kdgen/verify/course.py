@@ -7,6 +7,7 @@ decoding's own continuation walks through; steps, rounds and recorded units are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -176,6 +177,24 @@ def tree_steps(
 
 
 # ---- rounds -------------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Budgets in turn, and what was observed of each round."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        self._budgets = itertools.cycle(budgets)
+        self.nodes: list[tuple[int, ...]] = []
+        self.log_probs: list[NDArray[np.float32] | None] = []
+        self.budgets: list[int] = []
+
+    def choose(self) -> int:
+        return next(self._budgets)
+
+    def observe(self, budget: int, nodes: Sequence[int], log_probs: NDArray[np.float32] | None) -> None:
+        self.budgets.append(budget)
+        self.nodes.append(tuple(nodes))
+        self.log_probs.append(log_probs)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,9 +24,10 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.rounds import Rounds
-from kdgen.sampling import Sampling
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.course import Turns
 from kdgen.verify.departure import first_departure
 from kdgen.verify.drafter import check_drafter
 from kdgen.verify.published import reference_of
@@ -39,6 +39,7 @@ from kdgen.weights.random import random_weights
 NEW_TOKENS = 24
 TREE_TOKENS = 20  #: of which draft-tree decodes repeat so many
 PROMPT_TOKENS = 50  #: with the new ones, more than the 64 keys of a small model's split
+DRAWN_TOKENS = 8  #: by rounds
 CHUNKS = (7, 8, 9, 33, 64)
 
 
@@ -284,31 +285,29 @@ def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, pl
     return tree, _difference(engine, plain)
 
 
-class _Turns:
-    """Budgets in turn."""
-
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self._budgets = itertools.cycle(budgets)
-
-    def choose(self) -> int:
-        return next(self._budgets)
-
-    def observe(self, budget: int, nodes: Sequence[int], log_probs: NDArray[np.float32] | None) -> None:
-        """Whatever came of it, the next budget follows."""
-
-
 def _rounds(engine: Engine, subject: Subject, plain: _Plain) -> str:
-    """Plain rounds, or trees of several sizes in turn where the model has a drafter, one of them always ahead of what is known."""
+    """Plain rounds, or trees of several sizes in turn where the model has a drafter, one of them always ahead of what is known; then drawn
+    tokens by the same rounds, for which ranks have programs of their own."""
     draft = subject.spec.draft
     block = DFlashDrafter(draft.block_size).propose((), draft.block_size - 1) if draft else None
     rounds = Rounds(engine, block, (0, 7, 31) if block else (0,))
-    got = decode_rounds(rounds, subject.prompt, subject.new_tokens, lambda _: _Turns(rounds.budgets), chunk=9, ahead=1)
-    if got.tokens != plain.decoded.tokens:
+    if problem := _by_rounds(rounds, subject, plain.decoded.tokens, plain.cache, GREEDY):
+        return problem
+    sampling = Sampling(temperature=0.9, seed=2**63 + 2**31)
+    drawn = decode_plain(engine, subject.prompt, min(DRAWN_TOKENS, subject.new_tokens), sampling=sampling)
+    problem = _by_rounds(rounds, subject, drawn.tokens, engine.cache_rows(), sampling)
+    return f"{sampling}: {problem}" if problem else ""
+
+
+def _by_rounds(rounds: Rounds, subject: Subject, tokens: tuple[int, ...], cache: NDArray[np.generic], sampling: Sampling) -> str:
+    turns = Turns(rounds.budgets)
+    got = decode_rounds(rounds, subject.prompt, len(tokens), lambda _: turns, chunk=9, sampling=sampling, ahead=1)
+    if got.tokens != tokens:
         return "other tokens than plain decoding's"
-    cache = engine.cache_rows()
-    if cache.shape[1] != plain.cache.shape[1]:
-        return f"{cache.shape[1]} committed tokens are left instead of {plain.cache.shape[1]}"
-    count = differing_bits(cache, plain.cache)
+    rows = rounds.engine.cache_rows()
+    if rows.shape[1] != cache.shape[1]:
+        return f"{rows.shape[1]} committed tokens are left instead of {cache.shape[1]}"
+    count = differing_bits(rows, cache)
     return f"cache rows differ from plain decoding's in {count} elements" if count else ""
 
 

@@ -6,9 +6,9 @@ bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and rec
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -40,6 +40,7 @@ from kdgen.verify.course import (
     Expected,
     HostDrafter,
     KnownDrafter,
+    Turns,
     drafted_along,
     expected_rounds,
     plain_course,
@@ -66,24 +67,6 @@ SAMPLINGS = (
     Sampling(1.5, seed=2**31),
     Sampling(0.6, top_k=5, min_p=0.02, seed=2**64 - 1),
 )
-
-
-class Turns:
-    """Budgets in turn, and what was observed of each round."""
-
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self._budgets = itertools.cycle(budgets)
-        self.nodes: list[tuple[int, ...]] = []
-        self.log_probs: list[NDArray[np.float32] | None] = []
-        self.budgets: list[int] = []
-
-    def choose(self) -> int:
-        return next(self._budgets)
-
-    def observe(self, budget: int, nodes: Sequence[int], log_probs: NDArray[np.float32] | None) -> None:
-        self.budgets.append(budget)
-        self.nodes.append(tuple(nodes))
-        self.log_probs.append(log_probs)
 
 
 class LogitsDrafter:
@@ -370,51 +353,71 @@ def _kept(situation: Situation) -> tuple[str, str]:
     )
 
 
-def _measured(situation: Situation) -> tuple[str, str]:
-    """Costs are the made-up clock's, leave nothing behind, and choose the budgets that they must."""
-    engine, backend, block = situation.engine, situation.backend, situation.block
-    prepared, context, rows = situation.greedy[0], situation.engine.plan.limits.max_context, situation.size
-    course = prepared.course
-    length = len(course.prompt)
+def _costs(situation: Situation, draft: bool) -> dict[int, float]:
+    """What the made-up clock must show for each of ``BUDGETS`` behind the first prompt: of rounds, or of steps without a ``draft``."""
+    engine, length, rows = situation.engine, len(situation.subject.prompts[0]), situation.size
 
-    def seconds(budget: int, draft: bool) -> int:
-        keys = backend.recorded_context(length + (max(budget + 1, rows) if draft else budget + 1))
+    def seconds(budget: int) -> int:
+        keys = situation.backend.recorded_context(length + (max(budget + 1, rows) if draft else budget + 1))
         works = [engine.work("verify", budget + 1, keys) if budget else engine.work("decode", 1, keys)]
         return sum(map(seconds_of, [*works, *([engine.work("draft", rows, keys)] if draft and budget else [])]))
 
-    by_rounds, by_steps = ({budget: float(seconds(budget, draft)) for budget in BUDGETS} for draft in (True, False))
-    root = prefill(engine, course.prompt)
-    rounds = Rounds(engine, block, BUDGETS)
-    rounds.begin(length)
-    for what, costs, wanted in (
-        ("rounds", rounds.costs(root), by_rounds), ("rounds, asked again", rounds.costs(root), by_rounds),
-        ("steps", step_costs(engine, root), by_steps),
-    ):  # fmt: skip
-        if costs != wanted:
-            return f"costs of {what} are {costs} instead of {wanted}", ""
-        if (engine.length(), int(engine.read("root_token")[0])) != (length, root):
-            return f"measuring {what} leaves {engine.length()} tokens committed instead of {length}, or another root", ""
+    return {budget: float(seconds(budget)) for budget in BUDGETS}
 
-    decoder, known = Decoder(engine), False
+
+def _measured(situation: Situation) -> tuple[str, str]:
+    """Costs are the made-up clock's. Each measurement begins behind the same tokens, and leaves them so."""
+    engine, backend = situation.engine, situation.backend
+    prompt = situation.subject.prompts[0]
+    root, began = prefill(engine, prompt), []
+    rounds = Rounds(engine, situation.block, BUDGETS)
+    rounds.begin(len(prompt))
+    state = ([len(prompt)], [root])
+    backend.before = lambda: began.append(_state(engine))
+    try:
+        for what, measure, draft, timed in (
+            ("rounds", rounds.costs, True, 4 * len(BUDGETS)),
+            ("rounds, asked again", rounds.costs, True, 0),
+            ("steps", partial(step_costs, engine), False, 5 * len(BUDGETS)),
+        ):
+            before = backend.timed
+            if (costs := measure(root)) != _costs(situation, draft):
+                return f"costs of {what} are {costs} instead of {_costs(situation, draft)}", ""
+            if backend.timed - before != timed:
+                return f"costs of {what}: {backend.timed - before} measurements instead of {timed}", ""
+            if wrong := next((each for each in (*began, _state(engine)) if each != state), None):
+                return f"measuring {what} begins or ends with {wrong[0]} committed tokens and the root {wrong[1]} instead of {state}", ""
+    finally:
+        backend.before = lambda: None
+    return "", "seconds of rounds and steps are the clock's; nothing that was measured is left committed"
+
+
+def _state(engine: Engine) -> tuple[list[int], list[int]]:
+    """The device's length and root of sequence 0."""
+    return engine.read("sequence_length")[:1].astype(int).tolist(), engine.read("root_token")[:1].astype(int).tolist()
+
+
+def _chosen(situation: Situation) -> tuple[str, str]:
+    """Budgets by what was measured, by one Decoder for several requests, which measures for the first of them."""
+    engine, backend = situation.engine, situation.backend
+    decoder, context, requests = Decoder(engine), engine.plan.limits.max_context, (*situation.greedy, situation.greedy[0])
     backend.rounds_ahead = 1
-    for prepared in (*situation.greedy, situation.greedy[0]):
+    for number, prepared in enumerate(requests):
         course, watch = prepared.course, Watch(backend)
-        ask, chooser = Ask(NEW_TOKENS, block, 1), AutoBudget(by_rounds)
+        ask, chooser = Ask(NEW_TOKENS, situation.block, 1), AutoBudget(_costs(situation, True))
         expected = expected_rounds(course, prepared.drafted, ask, BUDGETS, chooser, backend, context)
         got = decoder.decode(course.prompt, NEW_TOKENS, DFlashDrafter(situation.size), "auto", situation.size, emit=watch)
-        starts = 0 if known else 4 * len(BUDGETS)
-        units = watch.recorded if known else len(expected.units)  # some were recorded before
-        if problem := difference(engine, course, expected, got, watch, units, starts):
-            return f"budgets by measured rounds: {problem}", ""
-        known = True
-    for prepared in situation.greedy:
-        course, truth = prepared.course, prepared.truth()
-        host = LogitsDrafter(prepared.host, engine.spec.vocab_size)
-        steps = tree_steps(course.prompt, truth, host, AutoBudget(by_steps), situation.size)
+        units = watch.recorded if number else len(expected.units)  # some were recorded before
+        if problem := difference(engine, course, expected, got, watch, units, 0 if number else 4 * len(BUDGETS)):
+            return f"request {number}, budgets by measured rounds: {problem}", ""
+    for number, prepared in enumerate(requests):
+        course, host, before = prepared.course, LogitsDrafter(prepared.host, engine.spec.vocab_size), backend.timed
+        steps = tree_steps(course.prompt, prepared.truth(), host, AutoBudget(_costs(situation, False)), situation.size)
         got = decoder.decode(course.prompt, NEW_TOKENS, host, "auto", situation.size)
-        if (got.tokens, got.acceptance_lengths, got.budgets) != (truth, steps.accepted, steps.budgets):
-            return f"budgets by measured steps: {got.budgets}, {got.acceptance_lengths} instead of {steps.budgets}, {steps.accepted}", ""
-    return "", "costs are the clock's, nothing is left committed, and each round has the budget that follows from them"
+        wanted = prepared.truth(), steps.accepted, steps.budgets, 0 if number else 5 * len(BUDGETS)
+        if (found := (got.tokens, got.acceptance_lengths, got.budgets, backend.timed - before)) != wanted:
+            return f"request {number}, budgets by measured steps: tokens, accepted, budgets, measurements {found} instead of {wanted}", ""
+    return "", f"{2 * len(requests)} requests: each round and step has the budget that follows from what was measured once"
 
 
 def _steps(situation: Situation) -> tuple[str, str]:
@@ -525,6 +528,7 @@ SMALL_CHECKS: tuple[tuple[str, Try], ...] = (
     ("to the end of the context", _to_the_end),
     ("one Decoder, many requests", _kept),
     ("measured costs", _measured),
+    ("budgets by measured costs", _chosen),
     ("forwards of draft trees", _steps),
     ("forwards of a batch", _together),
     ("seeds of 64 bits", _seeds),

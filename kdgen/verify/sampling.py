@@ -27,6 +27,7 @@ CHOICES = (
     Sampling(2.0, top_k=20, top_p=0.9, min_p=0.02, seed=5),
     Sampling(0.5, min_p=0.3, seed=6),
     Sampling(1.0, top_p=1e-6, seed=7),
+    *(Sampling(1.0, seed=seed) for seed in (0, 1 + 2**31, 1 + 2**32, 2**32 - 1, 1 + 2**63)),  # each half of a seed to its last bit
 )
 
 
@@ -48,6 +49,7 @@ def check_sample(bench: Bench) -> None:
 def _draws(bench: Bench, logits: NDArray[np.float32], sequence: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], dict[str, Array]]:
     """Draws for chosen rows of ``logits`` [rows, vocab], row m as CHOICES[sequence[m]] says at a random position, each seen to be right."""
     position = bench.rng.integers(0, 1000, len(logits)).astype(np.int32)
+    position[1::2] += 1 << 17
     greedy = logits.argmax(axis=1).astype(np.int32)
     drawn = np.array([reference.draw(row, CHOICES[c], int(at) + 1) for row, c, at in zip(logits, sequence, position, strict=True)])
 

@@ -28,13 +28,15 @@ def seconds_of(work: Sequence[Work]) -> int:
 
 
 class WatchedBackend(Backend):
-    """Does what ``inner`` does. ``recorded`` and ``started`` count units and starts of them."""
+    """Does what ``inner`` does. ``recorded`` and ``started`` count units and starts of them, ``timed`` what was measured; ``before`` is
+    called before each start of a unit."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name, self.description, self.family = inner.name, inner.description, inner.family
         self.group, self.processors, self.rounds_ahead = inner.group, inner.processors, inner.rounds_ahead
-        self.recorded = self.started = 0
+        self.recorded = self.started = self.timed = 0
+        self.before: Callable[[], None] = lambda: None
         self._clock = 0.0
 
     def record(self, work: Sequence[Work]) -> Replay:
@@ -42,6 +44,7 @@ class WatchedBackend(Backend):
         self.recorded += 1
 
         def start() -> None:
+            self.before()
             self.started += 1
             self._clock += seconds * next(paces)
             replay()
@@ -53,6 +56,7 @@ class WatchedBackend(Backend):
         self.inner.start(work)
 
     def timer(self) -> Callable[[], float]:
+        self.timed += 1
         began = self._clock
         return lambda: self._clock - began
 
