@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend
 from kdgen.budget import Budgets
 from kdgen.decode import decode_plain, prefill
-from kdgen.drafters.base import BlockDraft, Candidates, DraftLogits
+from kdgen.drafters.base import BlockDraft, Candidates, Drafter, DraftLogits
 from kdgen.engine import Engine
 from kdgen.errors import BackendError
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES
@@ -27,12 +27,6 @@ from kdgen.sampling import GREEDY, Sampling
 from kdgen.verify.tolerances import EPS32
 
 Array = NDArray[Any]
-
-
-class HostDrafter(Protocol):
-    """A drafter whose proposals the host can see."""
-
-    def propose(self, context: Sequence[int], depths: int) -> Candidates | DraftLogits: ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class Steps:
 
 
 def tree_steps(
-    prompt: Sequence[int], truth: Sequence[int], drafter: HostDrafter, chooser: Budgets, block_size: int, stops: Container[int] = ()
+    prompt: Sequence[int], truth: Sequence[int], drafter: Drafter, chooser: Budgets, block_size: int, stops: Container[int] = ()
 ) -> Steps:
     """The steps in which a ``drafter`` on the host leads to ``truth``, or to as much of it as ends with a stop."""
     known = 1
@@ -165,6 +159,7 @@ def tree_steps(
     while known < len(truth) and truth[known - 1] not in stops:
         depths = min(block_size - 1, len(truth) - known - 1)
         proposal = drafter.propose([*prompt, *truth[:known]], depths)
+        assert not isinstance(proposal, BlockDraft), "the host cannot see what the device drafts; KnownDrafter can"
         budgets.append(chooser.choose() if proposal.depths else 0)
         path = accepted_of(proposal, budgets[-1], truth[known:])
         if proposal.depths:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
 from kdgen.batch import Batch, Request
+from kdgen.budget import FixedBudget
 from kdgen.decode import decode_plain
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
@@ -26,6 +27,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.spec import Spec
 from kdgen.verify import tolerances
+from kdgen.verify.course import Course, KnownDrafter, drafted_along, tree_steps
 from kdgen.verify.departure import first_departure
 from kdgen.verify.draw import RequestDraw, Situation
 from kdgen.verify.published import reference_of
@@ -157,6 +159,19 @@ def _request(draw: RequestDraw, alone: Alone, spec: Spec) -> tuple[Request, tupl
     return request, alone.tokens[:end]
 
 
+def _forwards(engine: Engine, draw: RequestDraw, alone: Alone) -> int:
+    """The forwards that a request must take, in whatever company: found on the host, from what it gives alone and what is drafted."""
+    request, truth = _request(draw, alone, engine.spec)
+    drafter = request.drafter
+    if drafter is None or len(truth) == 1:
+        return len(truth) - 1
+    if isinstance(drafter, DFlashDrafter):
+        course = Course(alone.prompt, draw.sampling, alone.tokens, alone.cache)
+        drafter = KnownDrafter(course, drafted_along(engine, course, drafter.block_size, len(truth) - 1), drafter.chain)
+    steps = tree_steps(alone.prompt, alone.tokens, drafter, FixedBudget(draw.budget), draw.block_size, request.stop)
+    return len(steps.accepted)
+
+
 class _Together:
     """The requests of a situation decoded in one batch, compared with each alone as it leaves.
 
@@ -169,7 +184,8 @@ class _Together:
         batch = Batch(recorder)
         coming = sorted(range(len(alone)), key=lambda i: situation.requests[i].joins)
         order: list[int] = []  # of requests as they were added, which is how the batch numbers them
-        expected = {}
+        expected: dict[int, tuple[int, ...]] = {}
+        forwards: dict[int, int] = {}
         steps = 0
         while coming or not batch.idle:
             while coming and situation.requests[coming[0]].joins <= steps:
@@ -183,9 +199,15 @@ class _Together:
                 self.accepted += max(0, len(finished.tokens) - 1 - finished.forwards)
                 logits, cache = recorder.logits[finished.sequence], recorder.cache_rows(finished.sequence)
                 problem = _difference(finished.tokens, expected[number], logits, cache, alone[number])
+                forwards[number] = finished.forwards
                 if problem and not self.problem:
                     self.problem, self.request = f"request {number}: {problem}", number
             steps += 1
+        for number, taken in forwards.items() if not self.problem else ():
+            needed = _forwards(engine, situation.requests[number], alone[number])
+            if taken != needed:
+                self.problem, self.request = f"request {number}: {taken} forwards instead of {needed}, though its bits are right", number
+                return
 
 
 def _difference(

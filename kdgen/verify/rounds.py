@@ -38,7 +38,6 @@ from kdgen.verify.course import (
     Course,
     Drafted,
     Expected,
-    HostDrafter,
     KnownDrafter,
     Turns,
     drafted_along,
@@ -74,7 +73,7 @@ class LogitsDrafter:
 
     name = "logits"
 
-    def __init__(self, drafter: HostDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter, self._vocab_size = drafter, vocab_size
 
     def propose(self, context: Sequence[int], depths: int) -> DraftLogits:
@@ -447,7 +446,7 @@ def _together(situation: Situation) -> tuple[str, str]:
     vocab, stop = situation.engine.spec.vocab_size, frozenset(first.truth()[NEW_TOKENS // 2 :][:1])
     device, never = DFlashDrafter(size), frozenset[int]()
     logits, others = LogitsDrafter(first.host, vocab), LogitsDrafter(second.host, vocab)
-    asked: tuple[tuple[Prepared, Drafter | None, HostDrafter | None, int, frozenset[int]], ...] = (
+    asked: tuple[tuple[Prepared, Drafter | None, Drafter | None, int, frozenset[int]], ...] = (
         (first, device, first.host, 15, never),
         (second, device, second.host, 7, never),
         (first, logits, logits, 7, stop),
