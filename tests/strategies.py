@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kdgen.spec import Spec
 from kdgen.verify import draw as drawn
-from kdgen.verify.draw import ODD, TILED, Situation, T
+from kdgen.verify.draw import ODD, TILED, RoundsDraw, Situation, T
 
-__all__ = ["ODD", "TILED", "draft_rows", "situations", "specs"]
+__all__ = ["ODD", "TILED", "draft_rows", "rounds_draws", "situations", "specs"]
 
 
 class HypothesisChoices:
@@ -47,6 +47,12 @@ def specs(
 def situations(draw: st.DrawFn) -> Situation:
     """Up to four requests with drafters, chunks, samplings and stops of their own, that join and leave."""
     return drawn.draw_situation(HypothesisChoices(draw))
+
+
+@st.composite
+def rounds_draws(draw: st.DrawFn) -> RoundsDraw:
+    """A request decoded by rounds: budgets in turn, samplings, stops, blocks and room of any kind."""
+    return drawn.draw_rounds(HypothesisChoices(draw))
 
 
 @st.composite

@@ -264,3 +264,36 @@ def _draw_request(choices: Choices) -> RequestDraw:
         sampling=one_of(SAMPLINGS),
         joins=one_of((0, 1, 3)),
     )
+
+
+@dataclass(frozen=True)
+class RoundsDraw:
+    """A request decoded by rounds: ``budgets`` in turn, draft blocks of ``depths`` + 1 rows as far as the drafter goes, ``ahead`` started
+    before results are read. ``spare`` and ``stop_at`` as a situation's and a request's."""
+
+    seed: int
+    prompt_length: int
+    new_tokens: int
+    budgets: tuple[int, ...]
+    depths: int
+    chain: bool
+    ahead: int
+    stop_at: int | None
+    sampling: Sampling
+    spare: int
+
+
+def draw_rounds(choices: Choices) -> RoundsDraw:
+    one_of = choices.one_of
+    return RoundsDraw(
+        seed=choices.integer(0, SEEDS - 1),
+        prompt_length=one_of(PROMPTS),
+        new_tokens=one_of((1, 2, 9, 16)),
+        budgets=one_of(((0,), (7,), (63,), (15, 0, 7), (1, 33), (31, 63, 0))),
+        depths=choices.integer(1, 15),
+        chain=one_of((False, False, True)),
+        ahead=one_of((0, 1, 1)),
+        stop_at=one_of((None, 0, 3, 5, 8)),
+        sampling=one_of(SAMPLINGS),
+        spare=one_of(SPARES),
+    )

@@ -51,6 +51,18 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """A trained model: tensors by their published names, its drafter's among them, and prompts of its kind of text."""
+
+    weights: Mapping[str, NDArray[Any]]
+    prompts: Sequence[Sequence[int]]
+
+    def prompt(self, seed: int, length: int) -> list[int]:
+        """The last ``length`` tokens of one of them."""
+        return list(self.prompts[seed % len(self.prompts)][-length:])
+
+
+@dataclass(frozen=True)
 class Exactness:
     """What a check found. ``problem`` is empty, or says which level of the contract is broken, in which request and where.
 
@@ -85,18 +97,19 @@ def make_drafter(draw: RequestDraw, truth: Sequence[int], spec: Spec) -> Drafter
 
 
 def check_exactness(
-    backend: Backend, spec: Spec, compute: Compute, situation: Situation, bf16_too: bool = False, family: Family = "generic"
-) -> Exactness:
-    """L1 to L5 of one model with random weights, float32 logits against the reference, and tokens against the logits they come from.
+    backend: Backend, spec: Spec, compute: Compute, situation: Situation, bf16_too: bool = False, family: Family = "generic",
+    trained: Trained | None = None,
+) -> Exactness:  # fmt: skip
+    """L1 to L5 of one model with random or ``trained`` weights, float32 logits against the reference, and tokens against their logits.
 
     ``bf16_too`` holds bf16 logits against the reference, too: not for any model, but for those where its bound is known to do.
     ``family`` chooses the plan where there are several. Raises BackendError when a kernel is stopped.
     """
-    weights = random_weights(spec, situation.weights_seed)
+    weights = trained.weights if trained else random_weights(spec, situation.weights_seed)
     limits = Limits(situation.max_tokens, situation.context, situation.slots)
     parts = CheckpointWeights(weights.__getitem__, part_bytes=PART_BYTES)
     engine = Engine(spec, build_plan(spec, compute, limits).on(family), backend, parts)
-    alone = [_decode_alone(engine, draw) for draw in situation.requests]
+    alone = [_decode_alone(engine, draw, trained) for draw in situation.requests]
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""
     if not error <= tolerance and (compute == "f32" or bf16_too):
@@ -143,9 +156,11 @@ def _error(spec: Spec, compute: Compute, weights: Mapping[str, NDArray[Any]], al
     return float(np.abs(alone.logits - expected).max()), tolerances.float32_logits(expected) + float(10 * moved)
 
 
-def _decode_alone(engine: Engine, draw: RequestDraw) -> Alone:
+def _decode_alone(engine: Engine, draw: RequestDraw, trained: Trained | None) -> Alone:
     recorder = RecordingEngine(engine)
     prompt = np.random.default_rng(draw.seed).integers(0, engine.spec.vocab_size, draw.prompt_length).tolist()
+    if trained:
+        prompt = trained.prompt(draw.seed, draw.prompt_length)
     decoded = decode_plain(recorder, prompt, draw.new_tokens, chunk=1, sampling=draw.sampling)
     return Alone(tuple(prompt), decoded.tokens, np.stack(recorder.logits), recorder.cache_rows())
 

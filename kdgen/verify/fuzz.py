@@ -7,33 +7,40 @@ that its original failed in: ``kdgen verify FILE --fuzz 1 --seed S``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 from rich.console import Console
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.build import write_whole
+from kdgen.demo.prompts import read_prompts
 from kdgen.errors import KdgenError
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import EXCHANGES, part_of, shard_obstacles
+from kdgen.resources import demo_dir
 from kdgen.spec import Spec
-from kdgen.verify.draw import MOST_CONTEXT, SeededChoices, Situation, draw_model, draw_situation
-from kdgen.verify.exact import Exactness, check_exactness
+from kdgen.verify.draw import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
+from kdgen.verify.exact import Exactness, Trained, check_exactness
 from kdgen.verify.kernels import check_kernels
 from kdgen.verify.ranks import check_ranks
+from kdgen.verify.rounds import drawn_rounds, favouring, shipped
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.workers import Workers, cpus
+from kdgen.weights.checkpoint import Checkpoint
 
 SCHEMA = "kdgen.fuzz/1"
 KERNEL_TOKENS = (1, 9, 33)
+COMPUTES: tuple[Compute, Compute] = ("bf16", "f32")  #: of the shipped model, in turn
 RANKS = (2, 3, 4)  #: that may share a model
 SHRINK_TRIES = 60
-_MODEL, _SITUATION = 0, 1  # streams of a seed
+_MODEL, _SITUATION, _ROUNDS = 0, 1, 2  # streams of a seed
+SHIPPED_EVERY = 8  #: with each eighth seed the shipped model and drafter are put in its situation, too
 
 Say = Callable[[str], None]
 
@@ -48,17 +55,31 @@ class Case:
     situation: Situation
     choices: tuple[int, ...] = ()
 
+    @property
+    def rounds(self) -> RoundsDraw:
+        """A request that is decoded by rounds."""
+        return draw_rounds(SeededChoices(self.seed, _ROUNDS))
+
+    @property
+    def shipped_too(self) -> bool:
+        """Whether the shipped model is put in this situation, too."""
+        return bool(self.choices) and self.seed % SHIPPED_EVERY == SHIPPED_EVERY - 1
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What a case gave. ``problem`` is empty or says what is wrong; ``exactness`` is missing where the check could not end. ``ranks``:
-    so many processes shared the model, too; 1: none did."""
+    so many processes shared the model, too; 1: none did. ``by_rounds`` drafted tokens were accepted by rounds. ``shipped`` is what the
+    shipped model gave, and ``of_shipped`` says that the problem is its."""
 
     case: Case
     problem: str
     exactness: Exactness | None
     seconds: float
     ranks: int = 1
+    by_rounds: int = 0
+    shipped: Exactness | None = None
+    of_shipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +107,8 @@ class FuzzReport:
     requests: int
     tokens: int
     drafts_accepted: int
+    accepted_by_rounds: int  #: of drafts on the device, in other requests than those
+    shipped: int  #: situations that the shipped model and drafter were put in, too
     bits_compared: int
     largest_error: float
     seconds: float
@@ -104,21 +127,54 @@ def draw_case(seed: int, given: tuple[Spec, Compute] | None = None, forced: Sequ
 
 
 def check_case(backend: Backend, case: Case) -> Outcome:
-    """Every kernel of the model against float64, then L1 to L5; on a CPU also among ranks, where some number of them can share it."""
+    """Every kernel of the model against float64, then L1 to L5, and rounds; on a CPU also among ranks, where some number of them can share
+    it; and, for some seeds, the shipped model and its drafter in the same situation."""
     began = perf_counter()
-    exactness, ranks = None, 1
+    exactness, ranks, accepted, of_shipped = None, 1, 0, False
+    of_trained: Exactness | None = None
     try:
         kernels = check_kernels(backend, case.spec, build_plan(case.spec, case.compute), case.seed, tokens=KERNEL_TOKENS)
         problem = next((f"kernel {check.kernel}: {check.why}" for check in kernels if not check.ok), "")
         if not problem:
             exactness = check_exactness(backend, case.spec, case.compute, case.situation)
             problem = exactness.problem
+        if not problem:
+            problem, accepted = _by_rounds(backend, case)
         if not problem and backend.name.startswith("cpu"):
             ranks = ranks_for(case)
             problem = _shared_problem(case, ranks, backend.name) if ranks > 1 else ""
+        if not problem and case.shipped_too:
+            of_shipped = True
+            problem, of_trained, more = _shipped(backend, case)
+            accepted += more
     except KdgenError as error:
         problem = str(error)
-    return Outcome(case, problem, exactness, perf_counter() - began, ranks)
+    return Outcome(case, problem, exactness, perf_counter() - began, ranks, accepted, of_trained, of_shipped and bool(problem))
+
+
+def _by_rounds(backend: Backend, case: Case) -> tuple[str, int]:
+    """What is wrong with a request's rounds, and drafted tokens that they accepted, of weights by which some are."""
+    draw = case.rounds
+    prompt = np.random.default_rng(draw.seed).integers(0, case.spec.vocab_size, draw.prompt_length).tolist()
+    problem, accepted = drawn_rounds(backend, favouring(case.spec, draw.seed), case.compute, draw, prompt)
+    return f"{draw}: {problem}" if problem else "", accepted
+
+
+def _shipped(backend: Backend, case: Case) -> tuple[str, Exactness, int]:
+    """What is wrong with the shipped model in the case's situation, what was found there, and drafted tokens accepted by rounds."""
+    subject, draw, compute = shipped(), case.rounds, COMPUTES[case.seed // SHIPPED_EVERY % 2]
+    folder = demo_dir()
+    tensors = {**Checkpoint(folder / "model-int4"), **Checkpoint(folder / "drafter")}
+    trained = Trained(tensors, [prompt.tokens for prompt in read_prompts(folder / "prompts.json")])
+    own = tuple(replace(each, drafter="dflash") if each.drafter in ("random", "none") else each for each in case.situation.requests)
+    situation = replace(case.situation, requests=own)  # its own drafter is there to be asked
+    found = check_exactness(backend, subject.model.spec, compute, situation, trained=trained)
+    problem, accepted = found.problem, 0
+    if not problem:
+        prompt = trained.prompt(draw.seed, draw.prompt_length)
+        problem, accepted = drawn_rounds(backend, subject.model, compute, draw, prompt)
+        problem = f"{draw}: {problem}" if problem else ""
+    return f"the shipped model, {compute}: {problem}" if problem else "", found, accepted
 
 
 def ranks_for(case: Case) -> int:
@@ -170,14 +226,14 @@ def fuzz(
             say(f"{len(outcomes)} of {count} models, {sum(bool(each.problem) for each in outcomes)} failed")
         for outcome in sorted((each for each in outcomes if each.problem), key=lambda each: each.case.seed):
             say(f"model {outcome.case.seed} failed; making it smaller")
-            smaller = outcome if given is not None else _shrink(workers, outcome)
+            smaller = outcome if given is not None or outcome.of_shipped else _shrink(workers, outcome)
             failures.append(_write_failure(smaller, save if not failures else None, backend_name))
     return _report(outcomes, failures, description, seed, perf_counter() - began)
 
 
 def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: str, seed: int, seconds: float) -> FuzzReport:
     cases = [outcome.case for outcome in outcomes]
-    found = [outcome.exactness for outcome in outcomes if outcome.exactness is not None]
+    found = [each for outcome in outcomes for each in (outcome.exactness, outcome.shipped) if each is not None]
     return FuzzReport(
         ok=not failures,
         backend=backend,
@@ -190,6 +246,8 @@ def _report(outcomes: Sequence[Outcome], failures: Sequence[Failure], backend: s
         requests=sum(each.requests for each in found),
         tokens=sum(each.tokens for each in found),
         drafts_accepted=sum(each.accepted for each in found),
+        accepted_by_rounds=sum(outcome.by_rounds for outcome in outcomes),
+        shipped=sum(outcome.shipped is not None for outcome in outcomes),
         bits_compared=sum(each.bits for each in found),
         largest_error=max(
             (
@@ -213,6 +271,7 @@ def print_fuzz(report: FuzzReport, console: Console) -> None:
         f"{report.requests} requests, {report.tokens} tokens, {report.drafts_accepted} of them accepted from drafts;"
         f" {report.bits_compared:,} bits compared"
     )
+    console.print(f"{report.accepted_by_rounds} more drafts accepted by rounds; the shipped model in {report.shipped} of the situations")
     console.print(f"largest error of float32 logits: {report.largest_error:.2f} of its tolerance")
     for failure in report.failures:
         console.print(f"FAILED model {failure.seed}: {failure.problem}\n  repeat: {failure.command}", style="red")
@@ -262,6 +321,8 @@ def _write_failure(outcome: Outcome, save: Path | None, backend_name: str | None
     path = save or Path(f"kdgen-fuzz-{case.seed}.yaml")
     backend = f" --backend {backend_name}" if backend_name else ""
     command = f"kdgen verify {path} --dtype {case.compute} --fuzz 1 --seed {case.seed}{backend}"
+    if outcome.of_shipped:
+        command = f"kdgen verify --fuzz 1 --seed {case.seed}{backend}"
     problem = " ".join(outcome.problem.split())
     requests = (f"#   {request}" for request in case.situation.requests)
     lines = [

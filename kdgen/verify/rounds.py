@@ -46,6 +46,7 @@ from kdgen.verify.course import (
     to_stop,
     tree_steps,
 )
+from kdgen.verify.draw import RoundsDraw
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, Status
 from kdgen.verify.sampling import may_draw
@@ -310,12 +311,13 @@ def _stopped(situation: Situation) -> tuple[str, str]:
 
 def _to_the_end(situation: Situation) -> tuple[str, str]:
     """Until the context is full. Trees reach beyond it."""
-    engine = situation.opened(64)
-    rooms = ((1, (1,)), (2, (0,)), (3, (1,)), (9, situation.aheads), (14, (1,)))
+    engine, short = situation.opened(64), BlockDraft(7, situation.size)  # after one round of it, 8 tokens of room may be full
+    rooms = ((1, (1,)), (2, (0,)), (3, (1,)), (8, situation.aheads), (14, (1,)))
     for room, aheads in rooms:
         prepared = situation.prepared(situation.subject.prompts[0][: 64 - room])
         for ahead in aheads:
-            if problem := situation.rounds(prepared, situation.block, (63, 7), ahead, engine=engine, new_tokens=100):
+            block = short if room == 8 else situation.block
+            if problem := situation.rounds(prepared, block, (63, 7), ahead, engine=engine, new_tokens=100):
                 return f"{room} tokens before the context's end: {problem}", ""
     return "", f"{', '.join(str(room) for room, _ in rooms)} tokens of room: filled to the last, no round more or fewer than foretold"
 
@@ -329,6 +331,7 @@ def _kept(situation: Situation) -> tuple[str, str]:
     apart = any(program.name == "decode" + SAMPLED for program in engine.plan.programs)  # greedy choice has programs of its own
     situation.backend.rounds_ahead = 1
     tree, chain = DFlashDrafter(size), DFlashDrafter(size, chain=True)
+    stop = frozenset(first.truth()[3:4])
     runs = (
         (first, tree, 15), (first, tree, 15), (second, tree, 15), (drawn, tree, 15), (first, tree, 15),
         (first, chain, 7), (drawn, chain, 7), (first, None, 15), (second, None, 15), (drawn, None, 15),
@@ -337,12 +340,13 @@ def _kept(situation: Situation) -> tuple[str, str]:
     for number, (prepared, drafter, budget) in enumerate(runs):
         block = BlockDraft(size - 1, size, int(drafter is chain)) if drafter else None
         budget = budget if drafter else 0
-        ask, course, watch = Ask(NEW_TOKENS, block, 1), prepared.course, Watch(situation.backend)
+        stops = stop if number % 3 == 1 else frozenset[int]()
+        ask, course, watch = Ask(NEW_TOKENS, block, 1, stops), prepared.course, Watch(situation.backend)
         context = engine.plan.limits.max_context
         expected = expected_rounds(course, prepared.drafted, ask, (budget,), FixedBudget(budget), situation.backend, context)
         units = [(block, *unit, apart and course.sampling.temperature > 0) for unit in expected.units]
         new = [unit for unit in units if unit not in known]
-        got = decoder.decode(course.prompt, NEW_TOKENS, drafter, budget, size, (), 9, course.sampling, watch)
+        got = decoder.decode(course.prompt, NEW_TOKENS, drafter, budget, size, stops, 9, course.sampling, watch)
         if problem := difference(engine, course, expected, got, watch, len(new)):
             return f"request {number}, {_said(course.sampling)}: {problem}", ""
         known += new
@@ -482,6 +486,31 @@ def _seeds(situation: Situation) -> tuple[str, str]:
         drawn.add(tokens)
     problem = "" if len(drawn) == len(SEEDS) else f"{len(SEEDS)} seeds give {len(drawn)} different results"
     return problem, f"{len(SEEDS)} seeds up to 2^64 - 1, some alike modulo 2^31, 2^32 or 2^63, give the reference's tokens, all different"
+
+
+def drawn_rounds(backend: Backend, model: Model, compute: Compute, draw: RoundsDraw, prompt: Sequence[int]) -> tuple[str, int]:
+    """(how a drawn request's rounds differ from what they must be, drafted tokens that they accept), of any model."""
+    watched, draft = WatchedBackend(backend), model.spec.draft
+    size = min(draw.depths + 1, draft.block_size) if draft else 0
+    block = BlockDraft(size - 1, size, int(draw.chain)) if size else None
+    budgets = tuple(sorted(set(draw.budgets))) if block else (0,)
+    context = len(prompt) + draw.new_tokens + draw.spare
+
+    def opened(max_context: int) -> Engine:
+        plan = build_plan(model.spec, compute, Limits(max_context=max_context))
+        return Engine(model.spec, plan, watched, model.weights, None, model.draft_weights)
+
+    plain = opened(context + 2 * size)
+    course = plain_course(plain, prompt, draw.new_tokens + size, draw.sampling)
+    drafted = drafted_along(plain, course, size, draw.new_tokens) if size else None
+    stops = frozenset(() if draw.stop_at is None else course.tokens[draw.stop_at : draw.stop_at + 1])
+    ask, watch, engine = Ask(draw.new_tokens, block, draw.ahead, stops), Watch(watched), opened(context)
+    rounds = Rounds(engine, block, budgets)
+    turns, again = (Turns(draw.budgets if block else (0,)) for _ in range(2))
+    expected = expected_rounds(course, drafted, ask, budgets, again, watched, context)
+    got = decode_rounds(rounds, prompt, draw.new_tokens, lambda _: turns, stops, None, draw.sampling, watch, draw.ahead)
+    problem = difference(engine, course, expected, got, watch, len(expected.units)) or seen_wrongly(turns, expected)
+    return problem, sum(expected.accepted) - len(expected.accepted)
 
 
 def automatic_budgets() -> Check:
