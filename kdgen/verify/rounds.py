@@ -413,6 +413,13 @@ def _chosen(situation: Situation) -> tuple[str, str]:
         units = watch.recorded if number else len(expected.units)  # some were recorded before
         if problem := difference(engine, course, expected, got, watch, units, 0 if number else 4 * len(BUDGETS)):
             return f"request {number}, budgets by measured rounds: {problem}", ""
+    prepared, watch = situation.greedy[0], Watch(backend)
+    chain, few = BlockDraft(situation.size - 1, situation.size, 1), (0, 7, 15)  # no more than a chain has
+    costs = {budget: _costs(situation, True)[budget] for budget in few}
+    expected = expected_rounds(prepared.course, prepared.drafted, Ask(NEW_TOKENS, chain, 1), few, AutoBudget(costs), backend, context)
+    got = decoder.decode(prepared.course.prompt, NEW_TOKENS, DFlashDrafter(situation.size, True), "auto", situation.size, emit=watch)
+    if problem := difference(engine, prepared.course, expected, got, watch, len(expected.units), 4 * len(few)):
+        return f"a chain, budgets by measured rounds: {problem}", ""
     for number, prepared in enumerate(requests):
         course, host, before = prepared.course, LogitsDrafter(prepared.host, engine.spec.vocab_size), backend.timed
         steps = tree_steps(course.prompt, prepared.truth(), host, AutoBudget(_costs(situation, False)), situation.size)
@@ -450,27 +457,27 @@ def _together(situation: Situation) -> tuple[str, str]:
     vocab, stop = situation.engine.spec.vocab_size, frozenset(first.truth()[NEW_TOKENS // 2 :][:1])
     device, never = DFlashDrafter(size), frozenset[int]()
     logits, others = LogitsDrafter(first.host, vocab), LogitsDrafter(second.host, vocab)
-    asked: tuple[tuple[Prepared, Drafter | None, Drafter | None, int, frozenset[int]], ...] = (
-        (first, device, first.host, 15, never),
-        (second, device, second.host, 7, never),
-        (first, logits, logits, 7, stop),
-        (second, others, others, 15, never),
-        (first, first.host, first.host, 7, never),
-        (second, None, None, 0, never),
-        (first, device, first.host, 31, stop),
+    deep = ReplayDrafter((*first.course.prompt, *first.course.tokens), vocab)  # as deep as a tree may be
+    groups: tuple[tuple[tuple[Prepared, Drafter | None, Drafter | None, int, frozenset[int]], ...], ...] = (
+        ((first, logits, logits, 7, stop), (second, others, others, 15, never), (first, device, first.host, 15, never)),
+        ((first, first.host, first.host, 15, never), (second, second.host, second.host, 7, never), (second, None, None, 0, never)),
+        ((second, device, second.host, 7, never), (first, device, first.host, 31, stop), (first, None, None, 0, stop)),
+        ((first, deep, deep, 15, never),),
     )
-    requests, wanted = [], []
-    for prepared, drafter, host, budget, stops in asked:
-        course, truth = prepared.course, to_stop(prepared.truth(), stops)
-        requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, 40, drafter, budget, size))
-        steps = tree_steps(course.prompt, prepared.truth(), host, FixedBudget(budget), size, stops) if host else None
-        wanted.append((truth, len(steps.accepted) if steps else len(truth) - 1))
-    for number, (found, (tokens, forwards)) in enumerate(zip(decode_together(situation.engine, requests), wanted, strict=True)):
-        if found.tokens != tokens:
-            return f"request {number} gives {found.tokens} instead of {tokens}", ""
-        if found.forwards != forwards:
-            return f"request {number} takes {found.forwards} forwards instead of {forwards}, though its tokens are right", ""
-    return "", f"{len(asked)} requests in three places: each takes the forwards that it takes alone"
+    for asked in groups:
+        requests, wanted = [], []
+        for prepared, drafter, host, budget, stops in asked:
+            course, truth = prepared.course, to_stop(prepared.truth(), stops)
+            requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, 40, drafter, budget, size))
+            steps = tree_steps(course.prompt, prepared.truth(), host, FixedBudget(budget), size, stops) if host else None
+            wanted.append((truth, len(steps.accepted) if steps else len(truth) - 1))
+        for each, found, (tokens, forwards) in zip(asked, decode_together(situation.engine, requests), wanted, strict=True):
+            who = f"a request with {each[1].name if each[1] else 'no'} drafter, budget {each[3]}"
+            if found.tokens != tokens:
+                return f"{who}: tokens {found.tokens} instead of {tokens}", ""
+            if found.forwards != forwards:
+                return f"{who}: {found.forwards} forwards instead of {forwards}, though its tokens are right", ""
+    return "", f"{sum(map(len, groups))} requests, three at a time: each takes the forwards that it takes alone"
 
 
 def _seeds(situation: Situation) -> tuple[str, str]:

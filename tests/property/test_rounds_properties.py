@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from exactness import unshrunk
 from hypothesis import event, example, given, settings
 from strategies import rounds_draws
 
@@ -18,8 +17,7 @@ FULL = RoundsDraw(3, 64, 9, (63, 7), 15, False, 1, None, Sampling(1.0, top_k=4, 
 STOPPED = RoundsDraw(1, 58, 16, (63,), 15, False, 1, 1, GREEDY, 1)
 
 
-@unshrunk
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(draw=rounds_draws())
 @example(draw=FULL)
 @example(draw=STOPPED)
