@@ -1,23 +1,16 @@
 """The mutants: where, what was right, what is wrong, what bug that is, and which part of ``kdgen verify`` should see it.
 
-``right`` stands exactly once in its file. ``part`` is the part of the report (kdgen.verify.report.Check) that catches it first:
+``part`` is the part of the report (kdgen.verify.report.Check) that catches it first:
 ``kernel`` is one kernel against float64 and by bits in other companies, ``checker`` the race checker, ``together`` and ``decode``
 whole models by bits, ``logits`` whole models against oracle or float64.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    right: str
-    wrong: str
-    bug: str
-    part: str = "kernel"
+from tests.mutants.host_and_order import ORDER, ROUNDS, SEEDS, WORSE
+from tests.mutants.inputs import FILES, SHARED
+from tests.mutants.mutant import Mutant
+from tests.mutants.sizes_and_ranks import PRIMITIVES, RANKS, SIZES
 
 
 def _in(template: str, *edits: tuple[str, str, str] | tuple[str, str, str, str]) -> list[Mutant]:
@@ -1245,7 +1238,10 @@ GPU = _in(
     ("dynamic shared less aligned", "__align__(1024)", "__align__(128)", "primitives"),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*TEMPLATES, *PLAN, *HOST, *GPU)
+MUTANTS: tuple[Mutant, ...] = (
+    *(*TEMPLATES, *PLAN, *HOST, *GPU),
+    *(*ROUNDS, *SIZES, *ORDER, *RANKS, *SHARED, *PRIMITIVES, *WORSE, *SEEDS, *FILES),
+)
 
 #: One of each kind, for CI.
 QUICK = (

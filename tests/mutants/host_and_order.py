@@ -1,0 +1,274 @@
+"""Mutants of rounds, of order between overlapping launches, of drafts that are worse but exact, and of seeds."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import seen_by, tested_by
+
+ROUNDS = [
+    *seen_by(
+        "rounds",
+        "kdgen/rounds.py",
+        ("rounds of",),
+        (
+            "a unit recorded for a shorter context",
+            'kind = (budget, context, engine.choosing("decode", [0]))',
+            'kind = (budget, 0, engine.choosing("decode", [0]))',
+        ),
+        (
+            "the last measured round stays committed",
+            "                self.engine.cut(self._length, root)\n                self._costs[budget] = ",
+            "                self._costs[budget] = ",
+        ),
+        ("results of rounds that were cut off wait for the next run", "        self._results.clear()\n", ""),
+        (
+            "a budget's shape is not applied to verify",
+            'engine.choosing("verify", [0]), budget + 1, context, instead=shape)',
+            'engine.choosing("verify", [0]), budget + 1, context)',
+        ),
+        (
+            "running rounds commit no root",
+            "1 + (self._extent(budget)[0] if budget else 0) for budget in self._running",
+            "(self._extent(budget)[0] if budget else 0) for budget in self._running",
+        ),
+        (
+            "a unit sees no keys beyond those of the rounds that run",
+            "recorded_context(self._reach() + rows)",
+            "recorded_context(self._reach())",
+        ),
+        ("what the draft expects begins a depth late", "log_probs[0, :depths, :width]", "log_probs[0, 1 : depths + 1, :width]"),
+    ),
+    *seen_by(
+        "rounds",
+        "kdgen/decode.py",
+        ("rounds of",),
+        ("a round gives more tokens than are wanted", "new = done.tokens[: limit - len(tokens)]", "new = done.tokens"),
+        (
+            "rounds end with the token before the last",
+            "    seconds = time.perf_counter() - prepared\n    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])",
+            "    seconds = time.perf_counter() - prepared\n    rounds.end(len(prompt) + len(tokens) - 1, tokens[-2])",
+        ),
+    ),
+    *seen_by(
+        "rounds",
+        "kdgen/rounds.py",
+        ("rounds of",),
+        (
+            "measured steps end with token 0",
+            "            engine.cut(length, root)\n        costs",
+            "            engine.cut(length, 0)\n        costs",
+        ),
+    ),
+    *tested_by(
+        "rounds",
+        "kdgen/budget.py",
+        "tests/unit/test_budget.py",
+        ("a round's outcome is another's", "if not self._looks.popleft():", "if not self._looks.pop():"),
+        (
+            "a bucket's last node is the next one's",
+            "sums[bisect.bisect_left(budgets, taken)]",
+            "sums[bisect.bisect_right(budgets, taken) % len(sums)]",
+        ),
+        (
+            "accepted nodes of a look count for no budget",
+            "sum(accepted) - sum(believed[:best])",
+            "sum(accepted[:best]) - sum(believed[:best])",
+        ),
+    ),
+]
+
+ORDER = [
+    *seen_by(
+        "order",
+        "templates/kernels/moe_sort.cu.j2",
+        ("programs",),
+        (
+            "experts may read before the lists are known to all",
+            "  __threadfence();\n  __syncthreads();\n  allow_next_kernel();",
+            "  allow_next_kernel();\n  __threadfence();\n  __syncthreads();",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/embed.cu.j2",
+        ("programs",),
+        (
+            "the next kernel may read a residual that is not cleared",
+            "  __threadfence();\n  __syncthreads();\n  allow_next_kernel();",
+            "  allow_next_kernel();\n  __threadfence();\n  __syncthreads();",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/linear_mma.cu.j2",
+        ("programs",),
+        (
+            "a sender lets the next kernel go on before it has waited",
+            "  SHARED_DYNAMIC(Shared, shared);\n{% if not p.outbox %}\n  allow_next_kernel();\n{% endif %}",
+            "  SHARED_DYNAMIC(Shared, shared);\n  allow_next_kernel();",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/linear_f32.cu.j2",
+        ("programs",),
+        (
+            "a sender lets the next kernel go on before it waits",
+            "  wait_for_previous_kernel();\n  allow_next_kernel();  // not before",
+            "  allow_next_kernel();\n  wait_for_previous_kernel();  // not before",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/experts_mma.cu.j2",
+        ("programs",),
+        (
+            "ends without having waited",
+            "{% if p.inputs_are_old %}\n  wait_for_previous_kernel();",
+            "{% if p.inputs_are_old %}\n",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/rmsnorm.cu.j2",
+        ("programs",),
+        (
+            "the number of rows is read too early",
+            "{% else %}\n  wait_for_previous_kernel();\n  const int tokens = *num_tokens;",
+            "{% else %}\n  const int tokens = *num_tokens;\n  wait_for_previous_kernel();",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/norm_and_cache.cu.j2",
+        ("programs",),
+        (
+            "the cache's blocks do not wait",
+            "  wait_for_previous_kernel();\n  if (!is_there) return;",
+            "  if (blockIdx.y == 0) wait_for_previous_kernel();\n  if (!is_there) return;",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "templates/kernels/mla_combine_rows.cu.j2",
+        ("programs",),
+        (
+            "values are read before it has waited",
+            "  wait_for_previous_kernel();\n  if (splits == 0) return;\n  uint4 part[BATCH];",
+            "  if (splits == 0) return;\n  if (threadIdx.x < 32) wait_for_previous_kernel();\n  uint4 part[BATCH];",
+        ),
+    ),
+    *seen_by(
+        "order",
+        "kdgen/plan/programs.py",
+        ("programs",),
+        (
+            "shares of later groups begin at the step's first row",
+            "integer((group or 0) * attention_rows(spec, mode, limits))",
+            "integer(0)",
+        ),
+        (
+            "splits of later groups are joined for the first rows",
+            '(*_of_group(spec, mode, limits, group, "count row_position"), *parts)',
+            '(*_buffers("num_tokens row_position"), *parts)',
+        ),
+        (
+            "the last norm takes more rows than have logits",
+            '_buffers("num_logits logit_row residual")',
+            '_buffers("num_tokens logit_row residual")',
+        ),
+        (
+            "sequences and positions of the logits' rows are exchanged",
+            "logit_row logit_sequence logit_position",
+            "logit_row logit_position logit_sequence",
+        ),
+        ("paths of later groups are the first rows'", '        "row_path": 4 * MAX_PATH,\n', ""),
+    ),
+]
+
+WORSE = [
+    *seen_by(
+        "worse",
+        "kdgen/batch.py",
+        ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
+        ("a drafter is shown no prompt", "propose([*self.request.prompt, *self.tokens], depths)", "propose(self.tokens, depths)"),
+        (
+            "a stop inside a tree is noticed late",
+            "bool(self.request.stop.intersection(self.tokens))",
+            "bool(self.request.stop.intersection(self.tokens[-1:]))",
+        ),
+        ("a prompt goes token by token", "min(running.request.chunk or room, room)", "min(running.request.chunk or 1, room)"),
+    ),
+    *seen_by(
+        "worse",
+        "kdgen/drafters/ngram.py",
+        ("tiny f32, decodes", "rounds of"),
+        (
+            "the shortest suffix first",
+            "range(min(self.longest, len(tokens) - 1), 0, -1)",
+            "range(1, min(self.longest, len(tokens) - 1) + 1)",
+        ),
+        ("the oldest occurrence has most to say", "+= 1 / (1 + age)", "+= 1 / (len(starts) - age)"),
+    ),
+    *seen_by(
+        "worse",
+        "kdgen/drafters/base.py",
+        ("tiny f32, decodes", "rounds of"),
+        ("candidates by id", "key=lambda pair: (-pair[1], pair[0])", "key=lambda pair: pair[0]"),
+    ),
+    *seen_by(
+        "worse",
+        "kdgen/engine.py",
+        ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
+        ("a block's candidates are those of the root's row", "first = int(begins[place]) + 1  #", "first = int(begins[place])  #"),
+        (
+            "a batch's drafts overwrite each other's logits",
+            "logits, first * self.spec.vocab_size)",
+            "logits, place * self.spec.vocab_size)",
+        ),
+        ("rounds have a block without its last row", "np.array([0, block_rows], np.int32)", "np.array([0, block_rows - 1], np.int32)"),
+    ),
+]
+
+SEEDS = [
+    *seen_by(
+        "seeds",
+        "kdgen/sampling.py",
+        ("tiny f32, requests together", "2 ranks"),
+        ("a seed of 64 bits is refused", "0 <= self.seed < 2**64", "0 <= self.seed < 2**63"),
+    ),
+    *seen_by(
+        "seeds",
+        "kdgen/engine.py",
+        ("tiny f32, requests together", "2 ranks"),
+        ("seeds are signed", "np.array([s.seed for s in chosen], np.uint64)", "np.array([s.seed for s in chosen]).astype(np.int64)"),
+        (
+            "seeds lose their last bits in a float",
+            'self._write("seed", np.array([s.seed for s in chosen], np.uint64)',
+            'self._write("seed", np.array([float(s.seed) for s in chosen]).astype(np.uint64)',
+        ),
+        (
+            "a step draws only when all of its sequences do",
+            "any(self._sampling[each].temperature for each in sequences)",
+            "all(self._sampling[each].temperature for each in sequences)",
+        ),
+        (
+            "a step draws only when its first sequence does",
+            "program = self.choosing(program, sequences)",
+            "program = self.choosing(program, sequences[:1])",
+        ),
+    ),
+    *seen_by(
+        "seeds",
+        "templates/kernels/sample.cu.j2",
+        ("tiny f32, requests together",),
+        ("the low word's sign goes into the high one", "<< 32 | (u32)seed[2 * sequence];", "<< 32 | seed[2 * sequence];"),
+        ("the key's high word begins a bit early", "(u32)(seed >> 32)}", "(u32)(seed >> 31)}"),
+        ("the last token of the nucleus is out", "token_key < lowest_key ||", "token_key <= lowest_key ||"),
+    ),
+    *seen_by(
+        "seeds",
+        "kdgen/plan/programs.py",
+        ("tiny f32, requests together", "2 ranks"),
+        ("top-p and min-p exchanged", "temperature top_k top_p min_p seed", "temperature top_k min_p top_p seed"),
+    ),
+]
