@@ -98,13 +98,13 @@ FILES = [
     *tested_by(
         "files",
         "kdgen/weights/header.py",
-        "tests/unit/test_checkpoint.py",
+        "tests/unit/test_kdtr.py",
         ("bytes behind the last tensor are none of ours", "    if position != file_bytes:", "    if position > file_bytes:"),
     ),
     *tested_by(
         "files",
         "kdgen/weights/finite.py",
-        "tests/unit/test_pack.py",
+        "tests/unit/test_finite.py",
         ("negative infinity is finite", "part.view(unsigned).max() >= negative", "part.view(unsigned).max() > negative"),
         (
             "a part begins with an expert",

@@ -87,13 +87,26 @@ def test_missing_extra_wrong_shape_and_wrong_type_are_all_listed(tmp_path: Path)
     del whole["model.norm.weight"]
     whole["model.layers.0.self_attn.extra.weight"] = np.zeros(3, np.float32)
     whole["model.layers.1.input_layernorm.weight"] = np.zeros(7, ml_dtypes.bfloat16)
+    whole["model.embed_tokens.weight"] = whole["model.embed_tokens.weight"].T.copy()
     whole["lm_head.weight"] = whole["lm_head.weight"].astype(np.float16)
     message = refused(write_model(tmp_path, SMALL, whole))
     assert "tensor model.norm.weight [64] is missing" in message
     assert "model.layers.0.self_attn.extra.weight [3] is not part of this model" in message
     assert "model.layers.1.input_layernorm.weight has shape [7], the config says [64]" in message
+    assert "model.embed_tokens.weight has shape [64, 40], the config says [40, 64]" in message
     assert "lm_head.weight is stored as F16, expected BF16" in message
-    assert len(message.splitlines()) == 4
+    assert len(message.splitlines()) == 5
+
+
+def test_parts_of_int4_in_other_types(tmp_path: Path) -> None:
+    """Packed words and scales are taken as the bits that they are, so no other type will do."""
+    whole, key = tensors(INT4), "model.layers.1.mlp.experts.1.down_proj.weight"
+    whole[f"{key}_packed"] = whole[f"{key}_packed"].astype(np.int64)
+    whole[f"{key}_scale"] = whole[f"{key}_scale"].astype(np.float32)
+    message = refused(write_model(tmp_path, INT4, whole), INT4)
+    assert f"{key}_packed is stored as I64, expected I32" in message
+    assert f"{key}_scale is stored as F32, expected BF16" in message
+    assert len(message.splitlines()) == 2
 
 
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
@@ -142,8 +155,13 @@ def test_an_index_that_disagrees_with_its_shards(tmp_path: Path) -> None:
     file.write_text(json.dumps(index))
     assert refused(tmp_path) == f"{tmp_path}: tensor lm_head.weight [40, 64] is not in the index, though {moved} has it"
     index["weight_map"]["invented.weight"] = moved
+    names = index["weight_map"]
+    other = {"model-00001-of-00002.safetensors": "model-00002-of-00002.safetensors"}.get(names["model.norm.weight"], min(names.values()))
+    names["model.norm.weight"] = other
     file.write_text(json.dumps(index))
-    assert "invented.weight is not in" in refused(tmp_path)
+    message = refused(tmp_path)
+    assert "invented.weight is not in" in message
+    assert f"model.norm.weight is not in {other}" in message
 
 
 def test_an_index_decides_where_a_tensor_is(tmp_path: Path) -> None:

@@ -304,6 +304,12 @@ def test_checksums_of_pieces_that_do_not_end_with_the_parts_written(tmp_path: Pa
         path.write_bytes(damaged)
         with pytest.raises(WeightError, match=f"{where} are not those that were written"):
             open_kdtr(path).verify()
+    for right, wrong in ((b"tiny", b"tony"), (b'"F32","shape":[16]', b'"I32","shape":[16]'), (b'"shape":[16]', b'"shape":[4,4]')):
+        longer = int.from_bytes(once[:8], "little") + len(wrong) - len(right)
+        path.write_bytes(longer.to_bytes(8, "little") + once[8:].replace(right, wrong, 1))
+        assert right in once
+        with pytest.raises(WeightError, match="its header is not what was written"):
+            open_kdtr(path)
 
 
 def test_files_without_checksums_are_read_and_cannot_be_verified(tmp_path: Path) -> None:
