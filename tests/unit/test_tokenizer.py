@@ -69,6 +69,11 @@ def test_the_first_token_is_what_the_configuration_says() -> None:
     first, *rest = tokenizer.encode("he", begin=True)
     assert tuple(rest) == tokenizer.encode("he", begin=False) == TRAINED.encode("he", begin=True)
     assert tokenizer.piece(first) == b"" and first == tokenizer.encode(SPECIAL, begin=False)[0]
+    begins = {"SpecialToken": {"id": SPECIAL, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {SPECIAL: {"id": SPECIAL, "ids": [first], "tokens": [SPECIAL]}}
+    adds_it = tokenizer_with(post_processor={"type": "TemplateProcessing", "single": begins, "pair": begins, "special_tokens": known})
+    both = load_tokenizer(broken(byte_level(config=config), tokenizer__json=adds_it))
+    assert both.encode("he", begin=True) == (first, *rest), "tokenizer.json adds it already"
     assert load_tokenizer(kimi({"add_bos_token": True})).encode("he", begin=True) == (265, 256)
     assert KIMI.encode("he", begin=True) == (256,)
 
