@@ -79,8 +79,8 @@ FILES = [
         ("a transposed tensor will do", "if entry.shape != group.shape:", "if math.prod(entry.shape) != math.prod(group.shape):"),
         (
             "a tensor may lie in another file than the index says",
-            "if key not in found or found[key].file != self.path / name:",
-            "if key not in found:",
+            "headers[places[name]].get(key)",
+            "next((each[key] for each in headers.values() if key in each), None)",
         ),
         ("the first layer behind the last is refused", "int(match[1]) >= spec.num_hidden_layers", "int(match[1]) > spec.num_hidden_layers"),
     ),
