@@ -73,15 +73,16 @@ class TextFiles:
         return found
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens at which generation ends beside the config's own: chat models name theirs in ``generation_config.json``.
+        """Tokens at which generation ends beside the config's own: chat models name theirs in ``generation_config.json``. An id below zero
+        is no token's and ends nothing; as in ``config.json`` it is dropped.
 
         Raises KdgenError when it holds something else there.
         """
         found = self.table("generation_config.json").get("eos_token_id")
         tokens = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(type(token) is int and token >= 0 for token in tokens):
+        if not all(type(token) is int for token in tokens):
             raise KdgenError(f"{self.where}/generation_config.json: eos_token_id: is no token id and no list of them")
-        return tuple(tokens)
+        return tuple(token for token in tokens if token >= 0)
 
 
 def load_tokenizer(files: TextFiles) -> Tokenizer:
@@ -121,6 +122,8 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(beyond)) for byte in range(256)]
 
 
+#: Of an added token, beside its content.
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
@@ -137,7 +140,11 @@ def _by_library(file: str) -> Iterator[None]:
 
 
 class ByteLevelTokenizer:
-    """A ``tokenizer.json`` whose tokens are bytes written with ``byte_characters``, as those of DeepSeek and GLM are."""
+    """A ``tokenizer.json`` whose tokens are bytes written with ``byte_characters``, as those of DeepSeek and GLM are.
+
+    As in transformers, tokens that ``tokenizer_config.json`` alone names are added behind its own, and what stands before a text is what
+    its post-processor puts there: ``add_bos_token`` is read where there is no ``tokenizer.json``.
+    """
 
     def __init__(self, files: TextFiles) -> None:
         import tokenizers
@@ -154,14 +161,12 @@ class ByteLevelTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_truncation()  # both may be left over from training: a prompt is taken as it is
             self._tokenizer.no_padding()
+            self._tokenizer.add_tokens([*_configured_tokens(files)])
             self._added = self._tokenizer.get_added_tokens_decoder()
-            self._first = _first_token(files, self._tokenizer.token_to_id)
 
     def encode(self, text: str, begin: bool) -> tuple[int, ...]:
         with _by_library(self._file):
-            tokens = tuple(self._tokenizer.encode(text, add_special_tokens=begin).ids)
-        # some tokenizer.json leave the first token to their configuration
-        return (*self._first, *tokens) if begin and self._first and tokens[:1] != self._first else tokens
+            return tuple(self._tokenizer.encode(text, add_special_tokens=begin).ids)
 
     def piece(self, token: int) -> bytes:
         if (added := self._added.get(token)) is not None:
@@ -244,6 +249,38 @@ def _decoders(found: object) -> list[str]:
     return [str(found.get("type"))]
 
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _configured_tokens(files: TextFiles) -> Iterator[Any]:
+    """The tokens that ``tokenizer_config.json`` names, as AddedTokens of the tokenizers library, in the order in which transformers adds
+    those that a ``tokenizer.json`` lacks. Raises KdgenError when an entry of ``added_tokens_decoder`` is none."""
+    import tokenizers
+
+    config, where = files.table("tokenizer_config.json"), f"{files.where}/tokenizer_config.json"
+    added = config.get("added_tokens_decoder") or {}
+    named = [text for key in _SPECIAL_TOKENS if (text := special_token(config, key))]
+    if not isinstance(added, dict):
+        raise KdgenError(f"{where}: added_tokens_decoder: must be a mapping of ids to tokens")
+    for key, value in sorted(added.items(), key=lambda item: (len(item[0]), item[0])):
+        content = value.get("content") if isinstance(value, dict) else None
+        flags = {name: value.get(name, name == "special") for name in _FLAGS} if isinstance(value, dict) else {}
+        if (
+            not re.fullmatch("[0-9]{1,9}", key)
+            or not isinstance(content, str)
+            or not all(isinstance(flag, bool) for flag in flags.values())
+        ):
+            raise KdgenError(f"{where}: added_tokens_decoder: {show(key)} is no token: an id, and a table with its content and flags")
+        flags["special"] |= content in named
+        yield tokenizers.AddedToken(content, **flags)
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    more = list(more.values()) if isinstance(more, dict) else more
+    texts = [each.get("content") if isinstance(each, dict) else each for each in more] if isinstance(more, list) else []
+    for text in (*named, *texts):
+        if isinstance(text, str):
+            yield tokenizers.AddedToken(text, special=True, normalized=False)
+
+
 def _first_token(files: TextFiles, token_of: Any) -> tuple[int, ...]:
     """The beginning-of-sequence token, where the configuration asks for it before a text."""
     config = files.table("tokenizer_config.json")
@@ -262,15 +299,17 @@ def special_token(config: Mapping[str, Any], key: str) -> str | None:
 def _ranks(files: TextFiles) -> dict[bytes, int]:
     """Tokens' bytes and their ranks, which are their ids. Raises KdgenError unless those are 0, 1, 2, … and every byte is a token."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(files.contents["tiktoken.model"].splitlines()):
+    for number, line in enumerate(files.contents["tiktoken.model"].splitlines(), 1):
+        if not line:  # as tiktoken has it
+            continue
         token, _, rank = line.partition(b" ")
         try:
+            good = int(rank) == len(ranks)
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-            good = int(rank) == number
         except ValueError:
             good = False
         if not good:
-            raise KdgenError(f"{files.where}/tiktoken.model: line {number + 1} is damaged; download it again")
+            raise KdgenError(f"{files.where}/tiktoken.model: line {number} is damaged; download it again")
     if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
         raise KdgenError(f"{files.where}/tiktoken.model: is damaged or cut off: bytes are missing; download it again")
     return ranks

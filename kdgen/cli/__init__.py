@@ -77,12 +77,13 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command and turn what it raises into the exit codes above."""
-        from kdgen.cli.output import printable, take_any_character  # not for --help
+        from kdgen.cli.output import name_stdout, printable, take_any_character  # not for --help
 
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed before the start
                 setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
             take_any_character(getattr(sys, name))
+        name_stdout()
         try:
             with _ended_in_order():
                 _clean_up()
@@ -122,7 +123,7 @@ class LazyGroup(click.Group):
                     errno.ENOSPC: "; TMPDIR names another folder for temporary files",
                     errno.EFBIG: "; ulimit -f limits this process",
                 }
-                hint = hints.get(error.errno or 0, "")
+                hint = hints.get(error.errno or 0, "") if error.filename != "stdout" else ""
                 click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where{hint})", err=True)
             try:
                 sys.stdout.flush()

@@ -251,7 +251,11 @@ def command(
         system = in_utf8(as_given(system), "--system")
     sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
     if temperature == 0 and sampling != GREEDY:
-        raise click.UsageError("--top-k, --top-p, --min-p and --sample-seed are for drawing tokens: add --temperature")
+        values = {"--top-k": (top_k, 0), "--top-p": (top_p, 1), "--min-p": (min_p, 0), "--sample-seed": (sample_seed, 0)}
+        idle = " and ".join(option for option, (value, without) in values.items() if value != without)
+        if ctx.get_parameter_source("temperature") is click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"{idle}: for drawing tokens: add --temperature")
+        raise click.UsageError(f"{idle}: without effect at --temperature 0, which takes the likeliest token: leave it out, or raise that")
     place = place_in(os.environ)
     ranks = agreed_ranks(place, tp, exchange)
     first = place is None or place.rank == 0

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -48,6 +48,34 @@ def take_any_character(stream: TextIO) -> None:
         stream.reconfigure(encoding="utf-8")
     else:
         stream.reconfigure(errors="backslashreplace")
+
+
+class _Stdout(io.FileIO):
+    """Standard output that is named in the errors of writing to it, as every other file is: a full disk may be its own or another."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "stdout"
+            raise
+
+
+def name_stdout() -> None:
+    """Let errors of writing to standard output name it, unless something else than a file stands in for it."""
+    stream = sys.stdout
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
+        return
+    stream.flush()
+    raw = _Stdout(stream.fileno(), "wb", closefd=False)
+    unbuffered = isinstance(stream.buffer, io.FileIO)  # by PYTHONUNBUFFERED
+    sys.stdout = io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=unbuffered,
+    )
 
 
 def check_writable(file: Path | None) -> None:

@@ -175,7 +175,7 @@ def test_output_that_finds_no_room_is_an_error(file: Path) -> None:
     with Path("/dev/full").open("w") as full:
         process = subprocess.run([sys.executable, "-c", script, "inspect", str(file)], stdout=full, stderr=subprocess.PIPE, text=True)
     assert process.returncode == 2
-    assert process.stderr.startswith("kdgen: error: No space left on device (--debug shows where; TMPDIR")
+    assert process.stderr.startswith("kdgen: error: stdout: No space left on device (--debug shows where)")
     assert process.stderr.count("\n") == 1
 
 

@@ -175,7 +175,7 @@ def test_drafters_that_are_none(model: Path, drafter: Path, tmp_path: Path) -> N
     assert "--draft-amplitude belongs to a drafter's folder" in refused(model, "--draft-amplitude", "1.4")
     assert "--chain is for DFlash drafters" in refused(model, "--chain", "--draft", "ngram")
     other = write_drafter(tmp_path / "other", DRAFT.model_copy(update={"mask_token_id": 40}), {})
-    assert "draft.mask_token_id: is not below vocab_size 40" in refused(model, "--draft", str(other))
+    assert "dflash_config.mask_token_id = 40: is not below vocab_size 40" in refused(model, "--draft", str(other))
     (tmp_path / "empty").mkdir()
     write_drafter(tmp_path / "empty", DRAFT, {"fc.weight": np.zeros((3, 3), np.float32)})
     said = refused(model, "--draft", str(tmp_path / "empty"))
@@ -316,7 +316,9 @@ def test_options_that_make_no_sense(model: Path) -> None:
     ):
         assert option in refused(model, option, value)
     for option, value in (("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1"), ("--sample-seed", "3")):
-        assert "are for drawing tokens: add --temperature" in refused(model, option, value)
+        assert f"{option}: for drawing tokens: add --temperature" in refused(model, option, value)
+        assert f"{option}: without effect at --temperature 0" in refused(model, "--temperature", "0", option, value)
+    assert "--top-k and --top-p: without effect" in refused(model, "--temperature", "0", "--top-p", "0.9", "--top-k", "4", "--min-p", "0")
     assert "'--error-rate': nan is no number" in refused(model, "--draft", "replay", "--error-rate", "nan")
 
 

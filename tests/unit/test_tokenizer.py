@@ -64,11 +64,11 @@ def test_special_tokens_are_read_and_not_shown(tokenizer: Tokenizer) -> None:
 
 
 def test_the_first_token_is_what_the_configuration_says() -> None:
+    """Kimi's, that is: what a ``tokenizer.json`` puts before a text is its own business (tests/oracle/test_tokenizers.py)."""
     config = {"bos_token": {"content": SPECIAL}, "add_bos_token": True}
-    tokenizer = load_tokenizer(byte_level(config=config))
-    first, *rest = tokenizer.encode("he", begin=True)
-    assert tuple(rest) == tokenizer.encode("he", begin=False) == TRAINED.encode("he", begin=True)
-    assert tokenizer.piece(first) == b"" and first == tokenizer.encode(SPECIAL, begin=False)[0]
+    first = TRAINED.encode(SPECIAL, begin=False)[0]
+    rest = TRAINED.encode("he", begin=True)
+    assert load_tokenizer(byte_level(config=config)).encode("he", begin=True) == rest
     begins = {"SpecialToken": {"id": SPECIAL, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     known = {SPECIAL: {"id": SPECIAL, "ids": [first], "tokens": [SPECIAL]}}
     adds_it = tokenizer_with(post_processor={"type": "TemplateProcessing", "single": begins, "pair": begins, "special_tokens": known})
@@ -76,6 +76,25 @@ def test_the_first_token_is_what_the_configuration_says() -> None:
     assert both.encode("he", begin=True) == (first, *rest), "tokenizer.json adds it already"
     assert load_tokenizer(kimi({"add_bos_token": True})).encode("he", begin=True) == (265, 256)
     assert KIMI.encode("he", begin=True) == (256,)
+
+
+def test_empty_lines_in_tiktoken_model_are_skipped() -> None:
+    content = kimi().contents["tiktoken.model"]
+    spaced = content.replace(b"\n", b"\n\n", 3).replace(b"\n", b"\r\n") + b"\n\n"
+    assert load_tokenizer(broken(kimi(), tiktoken__model=spaced)).encode("hell 12", begin=True) == KIMI.encode("hell 12", begin=True)
+
+
+def test_end_tokens_that_are_no_tokens_end_nothing() -> None:
+    """As in config.json: -1 says that there is none."""
+    for found, tokens in ((-1, ()), ([-1, 7], (7,)), (None, ()), (3, (3,))):
+        files = TextFiles("folder", {"generation_config.json": json.dumps({"eos_token_id": found}).encode()})
+        assert files.end_tokens() == tokens
+
+
+def test_a_tokenizer_that_is_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 7847652\n")
+    with pytest.raises(KdgenError, match=r"tokenizer.json: cannot be read: it is a Git LFS pointer.*`git lfs pull`"):
+        TextFiles.of_folder(tmp_path)
 
 
 def test_kimis_words() -> None:
@@ -129,6 +148,10 @@ CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         (broken(byte_level(), tokenizer__json=tokenizer_with(decoder=None)), "decodes by nothing, and only byte-level"),
         (broken(byte_level(), tokenizer__json=tokenizer_with(decoder={"type": "WordPiece"})), "decodes by 'WordPiece', and only"),
         (broken(byte_level(), tokenizer_config__json=b"1"), "folder/tokenizer_config.json: holds no JSON object"),
+        (byte_level(config={"added_tokens_decoder": [1]}), "made/tokenizer_config.json: added_tokens_decoder: must be a mapping"),
+        (byte_level(config={"added_tokens_decoder": {"x": {"content": "y"}}}), "added_tokens_decoder: 'x' is no token"),
+        (byte_level(config={"added_tokens_decoder": {"300": {"content": "y", "special": 1}}}), "'300' is no token"),
+        (byte_level(config={"added_tokens_decoder": {"300": "y"}}), "'300' is no token"),
         (broken(kimi(), tokenizer_config__json=None), "is no configuration of Kimi's TikTokenTokenizer"),
         (broken(kimi(), tokenizer_config__json=config_with(tokenizer_class="Qwen")), "is no configuration of Kimi's"),
         (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"3": {"content": "x"}})), "'3' is no special token"),
