@@ -24,7 +24,7 @@ from kdgen.verify.report import SCHEMA, Check, failure_text, print_report
 @click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
 @click.option("--jobs", type=IntRange(min=1), help="Processes on a CPU, or with --fuzz; as many as there are cores without it.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
-@click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails.")
+@click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails, in the report's order.")
 @click.option(
     "--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Without --fuzz: write a self-contained HTML page, too."
 )
@@ -78,13 +78,13 @@ class Shown:
     doing: Callable[[str], None]
     line: Callable[[str], None]
 
-    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
-        for check in checks:
-            if check.status == "failed":
-                self.line(failure_text(check))
+    def failed(self, check: Check) -> None:
+        self.line(failure_text(check))
+
+    def ended(self, part: str, checks: Sequence[Check]) -> None:
         count = {status: sum(check.status == status for check in checks) for status in ("ok", "failed", "skipped")}
         said = ", ".join(f"{number} {status}" for status, number in count.items() if number)
-        self.line(f"{part}: {said or 'nothing to check'}, {seconds:.1f} s")
+        self.line(f"{part}: {said or 'nothing to check'}, {sum(check.seconds for check in checks):.1f} s")
 
 
 def _fuzz(

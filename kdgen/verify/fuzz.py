@@ -281,16 +281,19 @@ def print_fuzz(report: FuzzReport, console: Console) -> None:
 # ---- processes ----------------------------------------------------------------------------------------------------------
 
 
-def _opened(backend_name: str | None) -> Callable[[Case], Outcome]:
+def _opened(backend_name: str | None) -> Callable[[Case], Sequence[Outcome]]:
     """What a worker process does with a case, over a backend of its own."""
     backend = open_backend(backend_name, threads=1)
-    return lambda case: check_case(backend, case)
+    return lambda case: [check_case(backend, case)]
 
 
 def _outcomes(workers: Workers[Case, Outcome], cases: Sequence[Case]) -> Iterator[Outcome]:
     """Outcomes as they come. A case that takes its process down has failed."""
-    for place, outcome in workers.each(cases):
-        yield outcome or Outcome(cases[place], "the process that ran its kernels died", None, 0.0)
+    for event in workers.each(cases):
+        if event.answer is not None:
+            yield event.answer
+        elif event.died:
+            yield Outcome(cases[event.place], f"the process that ran its kernels was {event.died}", None, 0.0)
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------------
@@ -309,7 +312,7 @@ def _shrink(workers: Workers[Case, Outcome], failed: Outcome) -> Outcome:
                     continue
                 forced = [*best.case.choices[:place], number, *best.case.choices[place + 1 :]]
                 tries += 1
-                outcome = next(_outcomes(workers, [draw_case(best.case.seed, forced=forced)]))
+                [outcome] = _outcomes(workers, [draw_case(best.case.seed, forced=forced)])
                 if outcome.problem:
                     best, improved = outcome, True
                     break

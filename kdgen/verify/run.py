@@ -1,7 +1,8 @@
 """``kdgen verify``: which checks a spec gets, on which backend, and what does not run and why.
 
-A family of checks is a generator of ``Check``s, and one line in ``tasks``, which makes it a ``Task``: a part of the report that runs by
-itself, in any process. The report has the tasks' checks in the order of that list, however many processes did them.
+To add a family of checks: write a generator of ``Check``s, each yielded as soon as it is known, and a line in ``tasks``, which makes it a
+``Task``: a part of the report that runs by itself, in any process, and finds the same wherever that is. The report has the tasks' checks
+in the order of that list, however many processes did them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.text import text_problems
 from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
-from kdgen.verify.workers import Workers, cpus
+from kdgen.verify.workers import Workers, cpus, threads_each
 
 DEFAULT_SPECS = ("tiny", "tiny2")
 CHECKER = "cpu-checker"
@@ -86,8 +87,11 @@ class Progress(Protocol):
     def doing(self, what: str) -> None:
         """What runs now."""
 
-    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
-        """A part of the report has ended, with these checks, after so many seconds."""
+    def failed(self, check: Check) -> None:
+        """A check has just failed."""
+
+    def ended(self, part: str, checks: Sequence[Check]) -> None:
+        """A part of the report has ended, with these checks."""
 
 
 class Silent:
@@ -96,16 +100,23 @@ class Silent:
     def doing(self, what: str) -> None:
         """Nobody is told."""
 
-    def ended(self, part: str, checks: Sequence[Check], seconds: float) -> None:
+    def failed(self, check: Check) -> None:
+        """Nobody is told."""
+
+    def ended(self, part: str, checks: Sequence[Check]) -> None:
         """Nobody is told."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part of the report: checks that are made one after another in one process. ``make`` is given whom to tell what it does."""
+    """A part of the report: checks that are made one after another in one process. ``make`` is given whom to tell what it does.
+
+    ``seconds`` are about what it takes on a core: where several processes share the work, the longest tasks begin first.
+    """
 
     title: str
     make: Callable[[Say], Iterator[Check]]
+    seconds: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,9 +154,9 @@ def verify(
     """Everything that can be checked of the named specs (tiny and tiny2, and what they lack, when there are none) here.
 
     ``compute`` None stands for both types where the dims allow tensor cores, and for the spec's own where the spec is wide.
-    ``fail_fast`` ends it with the first check that fails. On a CPU the work is shared by ``jobs`` processes, as many as there are
-    processors without it; the report is the same for any number but for its seconds. Raises SpecError, or KdgenError for a type or
-    backend that is not to be had.
+    ``fail_fast`` ends it with the first check that fails, in the report's order. On a CPU the work is shared by ``jobs`` processes, as
+    many as there are processors without it; the report is the same for any number but for its seconds. Raises SpecError, or KdgenError
+    for a type or backend that is not to be had, and where a process is killed.
     """
     began = perf_counter()
     prepared = _prepare(names, backend_name, compute, None)
@@ -155,8 +166,7 @@ def verify(
     if jobs == 1:
         checks = _one_by_one(prepared.tasks(), heard, fail_fast)
     else:
-        threads = max(1, cpus() // jobs)
-        with Workers(_open_tasks, (tuple(names), backend_name, compute, threads), jobs) as workers:
+        with Workers(_open_tasks, (tuple(names), backend_name, compute, threads_each(jobs)), jobs) as workers:
             checks = _side_by_side(prepared.tasks(), workers, heard, fail_fast)
     notes = [_wide_note(spec, plan, compute) for spec, plan in plans if is_wide(spec) and plan.family == "generic"]
     if others:
@@ -173,38 +183,57 @@ def verify(
 def _one_by_one(all_tasks: Sequence[Task], progress: Progress, fail_fast: bool) -> list[Check]:
     checks: list[Check] = []
     for task in all_tasks:
-        began, first = perf_counter(), len(checks)
+        first = len(checks)
         for check in task.make(progress.doing):
             checks.append(check)
-            if fail_fast and check.status == "failed":
-                break
-        progress.ended(task.title, checks[first:], perf_counter() - began)
-        if fail_fast and any(check.status == "failed" for check in checks[first:]):
-            break
+            if check.status == "failed":
+                progress.failed(check)
+                if fail_fast:
+                    return checks
+        progress.ended(task.title, checks[first:])
     return checks
 
 
-def _open_tasks(names: Sequence[str], backend_name: str | None, compute: Compute | None, threads: int) -> Callable[[int], list[Check]]:
+def _open_tasks(names: Sequence[str], backend_name: str | None, compute: Compute | None, threads: int) -> Callable[[int], Iterator[Check]]:
     """What a worker process does with a task's place in the list, over a backend of its own."""
     all_tasks = _prepare(names, backend_name, compute, threads).tasks()
-    return lambda place: list(all_tasks[place].make(lambda _: None))
+    return lambda place: all_tasks[place].make(lambda _: None)
 
 
-def _side_by_side(all_tasks: Sequence[Task], workers: Workers[int, list[Check]], progress: Progress, fail_fast: bool) -> list[Check]:
-    """The tasks' checks in the order of the list; with ``fail_fast`` of those that had ended when the first check failed."""
-    done: dict[int, list[Check]] = {}
-    for place, found in workers.each(range(len(all_tasks))):
-        title = all_tasks[place].title
-        if found is None:
-            why = "the process that ran these checks died: a kernel has taken it down, or the machine was short of memory"
-            found = [Check(title, "", "process", title, "cpu", "failed", why=why)]
-        done[place] = found
-        progress.ended(title, found, sum(check.seconds for check in found))
-        progress.doing(f"{len(done)} of {len(all_tasks)} parts have ended")
-        if fail_fast and any(check.status == "failed" for check in found):
-            workers.drop()
-            break
-    return [check for place in sorted(done) for check in done[place]]
+def _side_by_side(all_tasks: Sequence[Task], workers: Workers[int, Check], progress: Progress, fail_fast: bool) -> list[Check]:
+    """The tasks' checks in the order of the list.
+
+    With ``fail_fast`` tasks begin in that order. Once a check fails, what stands behind it is dropped and what stands before it is still
+    finished, so that the report ends with the same check as one process's.
+    """
+    found: list[list[Check]] = [[] for _ in all_tasks]
+    ended = 0
+    for event in workers.each(range(len(all_tasks)), lambda place: 0.0 if fail_fast else -all_tasks[place].seconds):
+        title, check = all_tasks[event.place].title, event.answer or _died(all_tasks[event.place], event.died)
+        if check is not None:
+            found[event.place].append(check)
+            if check.status == "failed":
+                progress.failed(check)
+                if fail_fast:
+                    workers.need_before(event.place)
+        if event.answer is None:
+            ended += 1
+            progress.ended(title, found[event.place])
+            progress.doing(f"{ended} of {len(all_tasks)} parts have ended")
+    checks = [check for each in found for check in each]
+    first = next((place for place, check in enumerate(checks) if check.status == "failed"), len(checks))
+    return checks[: first + 1] if fail_fast else checks
+
+
+def _died(task: Task, how: str) -> Check | None:
+    """A crash is a finding. Raises KdgenError where somebody else has ended the process: the machine for lack of memory, or a person."""
+    if not how:
+        return None
+    if how.endswith(("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")):
+        raise KdgenError(f"the process that made the checks of {task.title} was {how}: --jobs 1 takes less memory, if that was short")
+    return Check(
+        task.title, "", "process", task.title, "cpu", "failed", why=f"the process that made these checks was {how}: a kernel crashed"
+    )
 
 
 def plans_for(specs: Sequence[Spec], compute: Compute | None) -> Plans:
@@ -260,52 +289,60 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
     """
     found: list[Task] = []
 
-    def add(title: str, family: Callable[..., Iterator[Check]], *arguments: object) -> None:
-        found.append(Task(title, lambda say: family(*arguments, say)))
+    def add(title: str, family: Callable[..., Iterator[Check]], *arguments: object, seconds: float = 5.0) -> None:
+        found.append(Task(title, lambda say: family(*arguments, say), seconds))
 
     whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]
     shared = _that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     if others:
         shared = [*shared, *_that_run(backend, rank_matrix.join_plans())]
-        add("primitives", _primitives)
+        add("primitives", _primitives, seconds=2.0)
     for spec, plan in (*plans, *others, *shared):
-        add(f"{_part(spec, plan)}, kernels", _kernels, backend, spec, plan, "slice" if is_wide(spec) else "full", TOKENS)
+        size = "slice" if is_wide(spec) else "full"
+        add(f"{_part(spec, plan)}, kernels", _kernels, backend, spec, plan, size, TOKENS, seconds=_about(1.5, plan))
     for group in full_sized:
         for spec, plan in _that_run(backend, [(group.spec, group.plan)]):
-            add(f"{_part(spec, plan)}, kernels in full size", _kernels, backend, spec, plan, group.size, group.tokens)
+            add(f"{_part(spec, plan)}, kernels in full size", _kernels, backend, spec, plan, group.size, group.tokens, seconds=2.5)
     described = tuple(dict.fromkeys(spec for spec, _ in (*plans, *others)))
-    add("tables", _all_tables, described)
-    add("numbers of the config", _all_numbers, described, bool(others))
-    add("trees of the DDTree reference", _trees, backend, *plans[0])
+    add("tables", _all_tables, described, seconds=0.1)
+    add("numbers of the config", _all_numbers, described, bool(others), seconds=1.0)
+    add("trees of the DDTree reference", _trees, backend, *plans[0], seconds=0.3)
     for spec, plan in (*plans, *others):
-        add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan))
+        add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan), seconds=_about(4.0, plan))
     for spec, plan in shared:
         if not is_wide(spec):
-            add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, spec, plan)
+            add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, spec, plan, seconds=_about(4.0, plan))
     for model in models() if others else _named_models(plans):
-        add(f"{model.title} {model.compute}, programs", _programs, model)
+        add(f"{model.title} {model.compute}, programs", _programs, model, seconds=10.0)
     if others:
-        add("programs of ranks", _programs_of_ranks)
+        add("programs of ranks", _programs_of_ranks, seconds=10.0)
     for spec, plan in plans:
         if plan.family == "generic":
-            add(f"{_part(spec, plan)}, generated files", _drift, spec, plan)
+            add(f"{_part(spec, plan)}, generated files", _drift, spec, plan, seconds=0.5)
     for spec, plan in (*others, *plans):
-        add(f"{_part(spec, plan)}, requests together", _together, backend, _title(spec, plan), *_small(spec, plan))
+        small = _small(spec, plan)
+        add(f"{_part(spec, plan)}, requests together", _together, backend, _title(spec, plan), *small, seconds=_about(3.0, plan))
     for spec, plan in plans:
         if plan.family == "generic":  # of other plans requests together were as each alone
-            add(f"{_part(spec, plan)}, decodes", _decodes_of, backend, spec, plan)
+            add(f"{_part(spec, plan)}, decodes", _decodes_of, backend, spec, plan, seconds=_about(8.0, plan))
     if others:
-        add("rounds of every kind", check_small_rounds, backend)
-        add("rounds of the shipped model", check_shipped_rounds, backend)
+        add("rounds of every kind", check_small_rounds, backend, seconds=15.0)
+        add("rounds of the shipped model", check_shipped_rounds, backend, seconds=15.0)
     decoded = [spec for spec, _ in shared if not is_wide(spec)]
     if decoded and not others:
-        add(f"{decoded[0].name}, ranks", _ranks, decoded[0])
+        add(f"{decoded[0].name}, ranks", _ranks, decoded[0], seconds=15.0)
     for ranks, of_so_many in itertools.groupby(rank_matrix.cases() if others else (), lambda case: case.ranks):
-        add(f"{ranks} rank{'s' if ranks > 1 else ''}", _rank_matrix, tuple(of_so_many))
+        add(f"{ranks} rank{'s' if ranks > 1 else ''}", _rank_matrix, tuple(of_so_many), seconds=8.0 * ranks)
     if others:
         for case, spec, compute in _other_oracles(specs):
-            add(f"{case.name} {compute}, decodes", _decodes_of_oracle, backend, case, spec, compute)
+            add(f"{case.name} {compute}, decodes", _decodes_of_oracle, backend, case, spec, compute, seconds=5.0)
     return found
+
+
+def _about(seconds: float, plan: Plan) -> float:
+    """Seconds of what takes as many for a float32 plan of 40 kernels: a CPU computes an MMA product by product."""
+    slower = 5.0 if plan.family != "generic" else 2.0 if plan.compute == "bf16" else 1.0
+    return seconds * slower * len(plan.kernels) / 40
 
 
 def _part(spec: Spec, plan: Plan) -> str:

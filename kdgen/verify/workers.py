@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from time import perf_counter, sleep
 from typing import Any, Generic, TypeVar
 
 from kdgen.errors import KdgenError
+from kdgen.ranks import signal_of
 
 Work = TypeVar("Work")
 Answer = TypeVar("Answer")
 
 _PATIENCE_SECONDS = 5.0  #: for a process that was told to end
+#: Libraries of linear algebra read these when they are loaded: a process has its share of the processors, no more.
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def cpus() -> int:
@@ -26,93 +30,164 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Workers(Generic[Work, Answer]):
-    """``jobs`` processes, each of which calls ``open_work(*arguments)`` once and the function that this returns for each piece of work.
+def threads_each(jobs: int) -> int:
+    """How many threads each of ``jobs`` processes may have, so that together they have no more than there are processors."""
+    return max(1, cpus() // jobs)
 
-    ``open_work``, ``arguments``, works and answers go from process to process, so they must pickle. A piece of work that takes its
-    process down (a kernel that crashes) is answered by None, and the other pieces are done all the same. Leaving the block, by
-    whatever way, ends the processes.
+
+@dataclass(frozen=True)
+class Event(Generic[Answer]):
+    """What is heard of the piece of work at ``place``: an ``answer``, or, where that is None, its end.
+
+    ``died`` is empty, or says how the process has ended that was at it.
     """
 
-    def __init__(self, open_work: Callable[..., Callable[[Work], Answer]], arguments: tuple[Any, ...], jobs: int) -> None:
+    place: int
+    answer: Answer | None = None
+    died: str = ""
+
+
+class Workers(Generic[Work, Answer]):
+    """``jobs`` processes, each of which calls ``open_work(*arguments)`` once, and for each piece of work the function that this returns,
+    which gives one answer after another.
+
+    ``open_work``, ``arguments``, works and answers go from process to process, so they must pickle. A piece of work that takes its
+    process down (a kernel that crashes) ends alone: another process does the pieces that are left. Leaving the block, by whatever
+    way, ends the processes.
+    """
+
+    def __init__(self, open_work: Callable[..., Callable[[Work], Iterable[Answer]]], arguments: tuple[Any, ...], jobs: int) -> None:
         self._open, self._arguments, self._jobs = open_work, arguments, jobs
-        self._others = multiprocessing.active_children()
-        self._pool = self._start(jobs)
+        self._processes: list[_Process] = []
+        self._needed = 0
 
     def __enter__(self) -> Workers[Work, Answer]:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._end()
-        self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, *_: object) -> None:
+        self._end(self._processes)
 
-    def each(self, works: Sequence[Work]) -> Iterator[tuple[int, Answer | None]]:
-        """The answers as they are there, each with its work's place in ``works``; None for work that took its process down.
-
-        Raises what the work raises. A caller that needs no more answers calls ``drop``.
-        """
-        left = set(range(len(works)))
+    def each(self, works: Sequence[Work], first: Callable[[int], float] = lambda place: 0.0) -> Iterator[Event[Answer]]:
+        """Begin with the places of which ``first`` is least, and say what is heard of each piece as soon as it is. Raises what the work
+        raises: a KdgenError as it is, another error as a RuntimeError with its traceback."""
+        waiting = sorted(range(len(works)), key=first)
+        self._needed = len(works)
+        busy: dict[Connection, _Process] = {}
+        idle = list(self._processes)
         try:
-            places = {self._pool.submit(_do, work): place for place, work in enumerate(works)}
-            for future in as_completed(places):
-                answer = future.result()
-                left.discard(places[future])
-                yield places[future], answer
-        except BrokenProcessPool:  # which work it was shows when each has a process to itself
-            for place in sorted(left):
-                yield place, self._apart(works[place])
-            self._pool = self._start(self._jobs)
-
-    def drop(self) -> None:
-        """End the processes now, whatever they are doing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._end()
-
-    def _start(self, jobs: int) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(self._open, self._arguments))
-
-    def _apart(self, work: Work) -> Answer | None:
-        pool = self._start(1)
-        try:
-            answer: Answer = pool.submit(_do, work).result()
-            return answer
-        except BrokenProcessPool:
-            return None
+            while True:
+                waiting = [place for place in waiting if place < self._needed]
+                while waiting and (idle or len(busy) < self._jobs):
+                    process = idle.pop() if idle else self._begun()
+                    process.send(waiting[0], works[waiting.pop(0)])
+                    busy[process.connection] = process
+                if not any(process.place < self._needed for process in busy.values()):
+                    return
+                for connection in wait(list(busy)):
+                    assert isinstance(connection, Connection)
+                    process = busy[connection]
+                    event = process.heard()
+                    if event.answer is None:
+                        del busy[connection]
+                        if event.died:
+                            self._end([process])
+                        else:
+                            idle.append(process)
+                    yield event
         finally:
-            pool.shutdown()
+            self._end(list(busy.values()))  # at what is needed no longer
 
-    def _end(self) -> None:
-        """Tell the processes to drop what they are doing, and again what they take up next, until they are gone."""
+    def need_before(self, place: int) -> None:
+        """In the loop over ``each``: pieces from ``place`` on are needed no longer, those before it still are."""
+        self._needed = min(self._needed, place)
+
+    def _begun(self) -> _Process:
+        process = _Process(self._open, self._arguments, threads_each(self._jobs))
+        self._processes.append(process)
+        return process
+
+    def _end(self, processes: Sequence[_Process]) -> None:
+        """Tell the processes to drop what they are doing until they are gone: one may take it as the end of a single step."""
         patience = perf_counter() + _PATIENCE_SECONDS
-        while left := [child for child in multiprocessing.active_children() if child not in self._others]:
-            for child in left:
-                child.terminate() if perf_counter() < patience else child.kill()
-            wait([child.sentinel for child in left], timeout=0.2)
+        while left := [each.process for each in processes if each.process.is_alive()]:
+            for process in left:
+                process.terminate() if perf_counter() < patience else process.kill()
+            wait([process.sentinel for process in left], timeout=0.2)
+        for each in processes:
+            each.connection.close()
+        self._processes = [each for each in self._processes if each not in processes]
+
+
+class _Process:
+    """A process that does one piece of work at a time, and the connection to it."""
+
+    def __init__(self, open_work: Callable[..., Any], arguments: tuple[Any, ...], threads: int) -> None:
+        self.place = -1
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, open_work, arguments), daemon=True)
+        with _environment(dict.fromkeys(_THREAD_VARIABLES, str(threads))):
+            self.process.start()
+        theirs.close()  # else the end of the process would not close the pipe
+
+    def send(self, place: int, work: Any) -> None:
+        self.place = place
+        with contextlib.suppress(ConnectionError):  # what has become of the process shows when it is read from
+            self.connection.send(work)
+
+    def heard(self) -> Event[Any]:
+        """The next that it says. Raises what the work raised."""
+        try:
+            said = self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(_PATIENCE_SECONDS)
+            name = signal_of(self.process.exitcode)
+            return Event(self.place, died=f"ended by {name}" if name else f"ended with exit code {self.process.exitcode}")
+        if isinstance(said, Exception):
+            raise said
+        return Event(self.place, said)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """These variables, for a process that starts in the block. What the user has set stays."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
 # ---- in a worker process ------------------------------------------------------------------------------------------------
 
-_work: Callable[[Any], Any] | KdgenError | None = None  # what this process does; or why it cannot
 
-
-def _begin(open_work: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]) -> None:
-    global _work
+def _work(connection: Connection, open_work: Callable[..., Callable[[Any], Iterable[Any]]], arguments: tuple[Any, ...]) -> None:
+    """Do the pieces of work that are sent, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent tells these to end
-    try:
-        _work = open_work(*arguments)
-    except KdgenError as error:
-        _work = error
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):
+        do = None
+        while True:
+            piece = connection.recv()
+            try:
+                do = do or open_work(*arguments)
+                for answer in do(piece):
+                    connection.send(answer)
+                connection.send(None)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                connection.send(_sendable(error))
 
 
-def _do(work: Any) -> Any:
-    assert _work is not None
-    if isinstance(_work, KdgenError):
-        raise _work  # in the process that asked, which ends with it
-    return _work(work)
+def _sendable(error: Exception) -> Exception:
+    """``error`` as a pipe can take it: classes of errors may need more than their text to be made again."""
+    if isinstance(error, KdgenError):
+        return KdgenError(str(error))
+    return MemoryError() if isinstance(error, MemoryError) else RuntimeError("".join(traceback.format_exception(error)))
 
 
 def _leave_with_parent() -> None:
@@ -122,7 +197,7 @@ def _leave_with_parent() -> None:
     parent.join()
     patience = perf_counter() + _PATIENCE_SECONDS
     while perf_counter() < patience:
-        os.kill(os.getpid(), signal.SIGTERM)  # again and again: the pool takes one as the outcome of a piece of work
+        os.kill(os.getpid(), signal.SIGTERM)
         sleep(0.2)
     os._exit(2)
 
