@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kdgen.budget import AutoBudget, FixedBudget, bucket_sums, budget_for
 from kdgen.reference.tree import build_tree
@@ -102,6 +104,40 @@ def test_candidates_that_are_none_count_nothing() -> None:
     one = nothing.copy()
     one[0, 0] = math.log(0.5)
     assert bucket_sums(one, BUDGETS) == pytest.approx([0.5, 0, 0, 0])
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_looks_are_no_debt(ahead: int) -> None:
+    """Of a round that was a look nothing is owed, though others were started before its outcome was known."""
+    auto, looks, debts = AutoBudget(COSTS["experts"]), [], []
+    choose, observe = auto.choose, auto.observe
+
+    def watched_choose() -> int:
+        budget = choose()
+        looks.append(auto._looks[-1])
+        return budget
+
+    def watched_observe(budget: int, nodes: Sequence[int], log_probs: NDArray[np.float32] | None) -> None:
+        before = auto._debt
+        observe(budget, nodes, log_probs)
+        debts.append(auto._debt - before)
+
+    auto.choose, auto.observe = watched_choose, watched_observe  # type: ignore[method-assign]
+    simulate(auto, drawn(3000, 0.7, 0.5, 3), COSTS["experts"], ahead)
+    of_looks = [debt for look, debt in zip(looks, debts, strict=False) if look]
+    assert len(of_looks) >= 3 and not any(of_looks)
+    assert any(debts)
+
+
+def test_nodes_beyond_the_best_budget_are_a_gain() -> None:
+    debts = []
+    for nodes in ((0, 1), (0, 1, 20)):
+        auto = AutoBudget(COSTS["dense"])
+        assert (auto.choose(), auto.choose()) == (15, 15)  # what is started before anything is known is no look
+        auto.observe(15, (0,), None)
+        auto.observe(31, nodes, None)
+        debts.append(auto._debt)
+    assert debts[1] < debts[0]
 
 
 def test_one_budget_is_no_choice() -> None:
