@@ -52,7 +52,10 @@ def temporary_folder(folder: Path, before: str, after: str = "", mode: int = 0o7
     while True:
         path = folder / f"{before}{uuid.uuid4().hex}{after}"
         path.mkdir(mode)
-        descriptor = None if sys.platform == "win32" else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = None if sys.platform == "win32" else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process took it for abandoned before it could be locked
+            continue
         if descriptor is None or _taken(descriptor, path):
             break
     try:

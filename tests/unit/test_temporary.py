@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_model
@@ -138,3 +139,19 @@ def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_again(
     monkeypatch.setattr("kdgen.temporary.fcntl.flock", late)
     with temporary_file(out, ".a.") as file:
         assert file.exists() and file != taken[0]
+
+
+def test_a_folder_removed_before_it_was_opened_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new folder has no lock yet, so that another process may take it for abandoned and remove it."""
+    opened, removed = os.open, []
+
+    def late(path: Path, *arguments: Any, **named: Any) -> int:
+        if not removed:
+            removed.append(path)
+            path.rmdir()
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr("kdgen.temporary.os.open", late)
+    with temporary_folder(tmp_path, ".x.") as path:
+        assert path.is_dir() and removed and path != removed[0]
+    assert list(tmp_path.iterdir()) == []
