@@ -205,7 +205,8 @@ class Ask:
 @dataclass(frozen=True)
 class Expected:
     """What must come of it. ``accepted`` tokens, ``budgets`` and accepted ``nodes`` are those of each round that was read, ``started``
-    counts those thrown away, too. ``units`` are (budget, context) of what must be recorded. ``emitted`` are the tokens shown, step by step.
+    counts those thrown away, too. ``units`` are (budget, context) of what must be recorded. ``emitted`` are the tokens shown, step by step,
+    and ``begun`` counts the rounds that are started before each step is shown.
     """
 
     tokens: tuple[int, ...]
@@ -216,6 +217,7 @@ class Expected:
     started: int
     units: frozenset[tuple[int, int]]
     emitted: tuple[tuple[int, ...], ...]
+    begun: tuple[int, ...]
 
 
 def expected_rounds(
@@ -231,7 +233,7 @@ def expected_rounds(
     lengths: list[int] = []
     nodes: list[tuple[int, ...]] = []
     drafts: list[Array | None] = []
-    emitted = [tuple(tokens)]
+    emitted, begun = [tuple(tokens)], [0]
     started: list[int] = []
     units: set[tuple[int, int]] = set()
 
@@ -259,9 +261,10 @@ def expected_rounds(
         new = to_stop(new, ask.stops)
         tokens += new
         emitted.append(new)
+        begun.append(len(started))
     done = tuple(started[: len(lengths)])
     return Expected(
-        tuple(tokens), tuple(lengths), done, tuple(nodes), tuple(drafts), len(started), frozenset(units), tuple(emitted)
+        tuple(tokens), tuple(lengths), done, tuple(nodes), tuple(drafts), len(started), frozenset(units), tuple(emitted), tuple(begun)
     )  # fmt: skip
 
 

@@ -94,11 +94,13 @@ class Watch:
         self._backend = backend
         self._recorded = self._started = 0
         self.emitted: list[tuple[int, ...]] = []
+        self.begun: list[int] = []  # starts before each step
 
     def __call__(self, tokens: tuple[int, ...]) -> None:
         if not self.emitted:
             self._recorded, self._started = self._backend.recorded, self._backend.started
         self.emitted.append(tokens)
+        self.begun.append(self.started)
 
     @property
     def recorded(self) -> int:
@@ -120,6 +122,7 @@ def difference(engine: Engine, course: Course, expected: Expected, got: Decoded,
         ("acceptance lengths", got.acceptance_lengths, expected.accepted if got.acceptance_lengths or trees else ()),
         ("budgets", got.budgets, expected.budgets if got.budgets or trees else ()),
         ("tokens shown step by step", tuple(watch.emitted), expected.emitted),
+        ("rounds started before each step", tuple(begun - measured for begun in watch.begun[1:]), expected.begun[1:]),
         ("rounds started", watch.started - measured, expected.started),
         ("units recorded", watch.recorded, units),
         ("committed tokens", engine.length(), length),
@@ -457,7 +460,7 @@ def _together(situation: Situation) -> tuple[str, str]:
     vocab, stop = situation.engine.spec.vocab_size, frozenset(first.truth()[NEW_TOKENS // 2 :][:1])
     device, never = DFlashDrafter(size), frozenset[int]()
     logits, others = LogitsDrafter(first.host, vocab), LogitsDrafter(second.host, vocab)
-    deep = ReplayDrafter((*first.course.prompt, *first.course.tokens), vocab)  # as deep as a tree may be
+    deep = ReplayDrafter((*first.course.prompt, *first.course.tokens), vocab)  # as deep as a tree of 5 rows may be
     groups: tuple[tuple[tuple[Prepared, Drafter | None, Drafter | None, int, frozenset[int]], ...], ...] = (
         ((first, logits, logits, 7, stop), (second, others, others, 15, never), (first, device, first.host, 15, never)),
         ((first, first.host, first.host, 15, never), (second, second.host, second.host, 7, never), (second, None, None, 0, never)),
@@ -468,8 +471,9 @@ def _together(situation: Situation) -> tuple[str, str]:
         requests, wanted = [], []
         for prepared, drafter, host, budget, stops in asked:
             course, truth = prepared.course, to_stop(prepared.truth(), stops)
-            requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, 40, drafter, budget, size))
-            steps = tree_steps(course.prompt, prepared.truth(), host, FixedBudget(budget), size, stops) if host else None
+            rows = 5 if drafter is deep else size
+            requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, 40, drafter, budget, rows))
+            steps = tree_steps(course.prompt, prepared.truth(), host, FixedBudget(budget), rows, stops) if host else None
             wanted.append((truth, len(steps.accepted) if steps else len(truth) - 1))
         for each, found, (tokens, forwards) in zip(asked, decode_together(situation.engine, requests), wanted, strict=True):
             who = f"a request with {each[1].name if each[1] else 'no'} drafter, budget {each[3]}"
