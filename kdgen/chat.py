@@ -149,7 +149,7 @@ def render_chat(files: TextFiles, messages: Sequence[Message], renderer: ChatRen
     time, memory or room than a template may.
     """
     where, template = _template(files)
-    config = files.table("tokenizer_config.json")
+    config = files.tokenizer_config()
     tokens = {key: text for key in config if key.endswith("_token") and (text := special_token(config, key)) is not None}
     variables = {**tokens, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
@@ -167,7 +167,9 @@ def _template(files: TextFiles) -> tuple[str, str]:
         return f"{files.where}/chat_template.jinja", files.text("chat_template.jinja")
     where = f"{files.where}/tokenizer_config.json"
     found = files.table("tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, dict):  # several, by name
+        found = found.get("default")
+    elif isinstance(found, list):  # the same, in older files
         found = next((each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), None)
     if not isinstance(found, str):
         raise KdgenError(f"{files.where}: has no chat template, in chat_template.jinja or tokenizer_config.json: leave out --chat")

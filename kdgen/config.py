@@ -87,6 +87,7 @@ FIXED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "mlp_bias": ("false", lambda v: v is False),
     "moe_layer_freq": ("1", lambda v: v == 1),
     "partial_rotary_factor": ("1: all of qk_rope_head_dim is rotated", lambda v: v == 1),
+    "quantization": ("null, for MLX's quantized weights are not read", lambda v: v is None),
     "sliding_window": ("null", lambda v: v is None),
     "use_mla": ("true", lambda v: v is True),
     "use_sliding_window": ("false", lambda v: v is False),

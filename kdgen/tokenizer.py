@@ -21,7 +21,12 @@ from kdgen.fields import show
 from kdgen.inputs import read_input
 
 #: The files of a published model that text needs; all are optional.
-NAMES = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+NAMES = (
+    "tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+    "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+#: Keys of ``tokenizer_config.json`` that name a token.
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer(Protocol):
@@ -71,6 +76,19 @@ class TextFiles:
         if not isinstance(found, dict):
             raise KdgenError(f"{self.where}/{name}: holds no JSON object; download it again")
         return found
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """``tokenizer_config.json``; one without ``added_tokens_decoder`` is older, and has its tokens in two other files."""
+        config = self.table("tokenizer_config.json")
+        if "added_tokens_decoder" in config:
+            return config
+        config |= self.table("special_tokens_map.json")
+        special = {special_token(config, key) for key in SPECIAL_TOKENS}
+        added = {
+            str(token): {"content": text, "special": text in special, "normalized": text not in special}
+            for text, token in self.table("added_tokens.json").items()
+        }
+        return config | ({"added_tokens_decoder": added} if added else {})
 
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens at which generation ends beside the config's own: chat models name theirs in ``generation_config.json``. An id below zero
@@ -249,17 +267,14 @@ def _decoders(found: object) -> list[str]:
     return [str(found.get("type"))]
 
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 def _configured_tokens(files: TextFiles) -> Iterator[Any]:
     """The tokens that ``tokenizer_config.json`` names, as AddedTokens of the tokenizers library, in the order in which transformers adds
     those that a ``tokenizer.json`` lacks. Raises KdgenError when an entry of ``added_tokens_decoder`` is none."""
     import tokenizers
 
-    config, where = files.table("tokenizer_config.json"), f"{files.where}/tokenizer_config.json"
+    config, where = files.tokenizer_config(), f"{files.where}/tokenizer_config.json"
     added = config.get("added_tokens_decoder") or {}
-    named = [text for key in _SPECIAL_TOKENS if (text := special_token(config, key))]
+    named = [text for key in SPECIAL_TOKENS if (text := special_token(config, key))]
     if not isinstance(added, dict):
         raise KdgenError(f"{where}: added_tokens_decoder: must be a mapping of ids to tokens")
     for key, value in sorted(added.items(), key=lambda item: (len(item[0]), item[0])):
@@ -283,7 +298,7 @@ def _configured_tokens(files: TextFiles) -> Iterator[Any]:
 
 def _first_token(files: TextFiles, token_of: Any) -> tuple[int, ...]:
     """The beginning-of-sequence token, where the configuration asks for it before a text."""
-    config = files.table("tokenizer_config.json")
+    config = files.tokenizer_config()
     text = special_token(config, "bos_token")
     token = token_of(text) if config.get("add_bos_token") is True and text else None
     return () if token is None else (token,)

@@ -5,11 +5,13 @@ Needs the ``oracle`` extra (torch, transformers, compressed-tensors), and says s
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import write_safetensors
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
@@ -17,6 +19,7 @@ from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.model import open_engine, open_model
+from kdgen.reference.model import ReferenceModel
 from kdgen.verify.published import reference_of
 from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.weights.checkpoint import Checkpoint
@@ -86,6 +89,28 @@ def check_drafts(target: RecordingEngine, answer: Any, logits: NDArray[np.float3
         tree = decode_tree(target, answer.prompt, len(answer.tokens), drafter, 15)
         assert list(tree.tokens) == answer.tokens
         assert differing_bits(np.stack(target.logits), logits) == 0
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another head", "the embedding again"])
+def test_a_stored_head_beside_tied_embeddings(tmp_path: Path, same: bool) -> None:
+    """transformers ties only what is equal, and warns; so does kdgen."""
+    import torch
+
+    folder = tmp_path / "model"
+    theirs.make(Family("v3", changes={"tie_word_embeddings": False}), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if same:
+        tensors = {key: np.array(array) for key, array in Checkpoint(folder).items()}
+        write_safetensors(folder / "model.safetensors", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    loaded = theirs.CLASSES["deepseek_v3"][1].from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager", local_files_only=True
+    )
+    answer = theirs._run(loaded.eval(), [3, 5, 7], 2)
+    model = open_model(folder)
+    assert model.spec.tie_word_embeddings is same and bool(model.notes) is not same
+    logits = ReferenceModel(model.spec.model_dump(mode="json"), Checkpoint(folder)).forward([*answer.prompt, *answer.tokens[:-1]]).logits
+    assert np.abs(logits - answer.logits).max() <= RELATIVE_TOLERANCE * np.abs(answer.logits).max()
 
 
 def test_what_kdgen_quantizes_is_what_compressed_tensors_reads(tmp_path: Path) -> None:

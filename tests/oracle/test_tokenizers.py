@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers_made import SPECIAL, byte_level, kimi
 
-from kdgen.tokenizer import TextFiles, decode, load_tokenizer
+from kdgen.tokenizer import TextFiles, decode, load_tokenizer, special_token
 
 transformers = pytest.importorskip("transformers", reason="transformers' tokenizers are the oracle; install the oracle extra")
 
@@ -70,6 +70,24 @@ def test_what_stands_before_a_text(tmp_path: Path, kind: str, add_bos: bool | No
 )
 def test_tokens_that_the_configuration_alone_names(tmp_path: Path, config: dict[str, Any]) -> None:
     compare(folder_of(byte_level(config=config), tmp_path, "glm4_moe_lite"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "content"),
+    [
+        ({}, "special_tokens_map.json", {"bos_token": "<think>", "eos_token": {"content": "[BOS]"}}),
+        ({"bos_token": "</think>"}, "special_tokens_map.json", {"bos_token": "<think>", "additional_special_tokens": ["<|extra|>"]}),
+        ({"added_tokens_decoder": {"299": ADDED["299"]}}, "special_tokens_map.json", {"bos_token": "[BOS]"}),
+        ({"eos_token": "<|im_end|>"}, "added_tokens.json", {"<|im_end|>": 301, "</think>": 300}),
+    ],
+)
+def test_older_files_that_name_tokens(tmp_path: Path, config: dict[str, Any], name: str, content: dict[str, Any]) -> None:
+    folder = folder_of(byte_level(config=config), tmp_path, "deepseek_v3")
+    (folder / name).write_text(json.dumps(content))
+    compare(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    bos = special_token(TextFiles.of_folder(folder).tokenizer_config(), "bos_token")
+    assert bos == theirs.bos_token
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
