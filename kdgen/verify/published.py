@@ -12,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kdgen.config import parse_config
+from kdgen.errors import SpecError
 from kdgen.plan import params
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
@@ -20,6 +21,7 @@ from kdgen.reference.model import ReferenceModel
 from kdgen.reference.published import Published, Router, read
 from kdgen.spec import Spec
 from kdgen.verify.bench import Findings
+from kdgen.verify.rope import check_tables
 
 #: Relative; numbers go through float32 text at most.
 ROUNDING = 1e-7
@@ -95,16 +97,20 @@ def configs() -> tuple[Config, ...]:
 
 def check_config(config: Config) -> Findings:
     """A published config as the engine plans it, and as the reference reads it."""
-    return check_numbers(parse_config(json.dumps(config.values)), config.values)
+    try:
+        spec = parse_config(json.dumps(config.values))
+    except SpecError as error:
+        return Findings([str(error)])
+    return check_numbers(spec, config.values)
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------------------
 
 
 def check_numbers(spec: Spec, config: Mapping[str, Any] | None = None) -> Findings:
-    """The parameters of every kernel of ``spec``'s plans, and the layers that they run in, against the numbers of ``config`` (None: of the
-    spec's own keys)."""
-    findings, published = Findings(), read(raw(spec) if config is None else config)
+    """RoPE's tables, the parameters of every kernel of ``spec``'s plans and the layers that they run in, against the numbers of ``config``
+    (None: of the spec's own keys)."""
+    findings, published = check_tables(spec, config), read(raw(spec) if config is None else config)
     for compute in ("f32", "bf16"):
         if compute == "bf16" and mma_obstacles(spec):
             continue

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
-from kdgen.reference.published import read_rope
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.reference.published import Rope, read, read_rope
 from kdgen.rope import rope_tables
 from kdgen.spec import Spec
 from kdgen.verify.bench import Findings
@@ -14,17 +18,19 @@ POSITIONS = 300
 ROUNDINGS = 4.0  #: of an angle: of the power, its inverse, the blend and the product, each relative to it
 
 
-def check_tables(spec: Spec) -> Findings:
-    """cos and sin of the first positions, the drafter's too where there is one."""
+def check_tables(spec: Spec, config: Mapping[str, Any] | None = None) -> Findings:
+    """cos and sin of the first positions, the drafter's too where there is one. ``config`` has the target's keys (None: the spec's own)."""
     findings = Findings()
     count = min(POSITIONS, spec.max_position_embeddings)
-    for model, whose in ((spec, ""), (spec.draft, "the drafter's ")):
-        if model is None:
-            continue
-        cos, sin = rope_tables(model, count)
-        values = model.model_dump(mode="json")
-        rope = read_rope(values, values["head_dim" if whose else "qk_rope_head_dim"])
-        amplitude, angles = rope.amplitude, np.arange(count)[:, None] * rope.frequencies()
-        for name, table, expected in (("cos", cos, np.cos(angles)), ("sin", sin, np.sin(angles))):
-            findings.close(f"{whose}{name}", table, amplitude * expected, amplitude * EPS32 * (ROUNDINGS * angles + 2))
+    keys = spec.model_dump(mode="json") if config is None else config
+    _compare(findings, "", rope_tables(spec, count), read(keys).rope)
+    if spec.draft is not None:
+        rope = read_rope(spec.draft.model_dump(mode="json"), spec.draft.head_dim)
+        _compare(findings, "the drafter's ", rope_tables(spec.draft, count), rope)
     return findings
+
+
+def _compare(findings: Findings, whose: str, tables: tuple[NDArray[np.float32], NDArray[np.float32]], rope: Rope) -> None:
+    amplitude, angles = rope.amplitude, np.arange(len(tables[0]))[:, None] * rope.frequencies()
+    for name, table, expected in zip(("cos", "sin"), tables, (np.cos(angles), np.sin(angles)), strict=True):
+        findings.close(f"{whose}{name}", table, amplitude * expected, amplitude * EPS32 * (ROUNDINGS * angles + 2))
