@@ -48,11 +48,11 @@ def router_of(spec: Spec) -> Router:
 
 _NEEDED: Mapping[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_theta": 5e4, "max_position_embeddings": 256,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_theta": 5e4, "max_position_embeddings": 32768,
 }  # fmt: skip
-_YARN: Mapping[str, Any] = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+_YARN: Mapping[str, Any] = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True)
