@@ -58,7 +58,8 @@ __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
 
-  const float scale = 1.0f / sqrtf(square_sum / WIDTH + EPS);
+  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / WIDTH + EPS));
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;

@@ -50,7 +50,8 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
   square_sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
-  const float scale = 1.0f / sqrtf(square_sum / KV_LORA + EPS);
+  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / KV_LORA + EPS));
   const CacheRow row{sequence, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
     row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);

@@ -1,13 +1,16 @@
-"""Damage to files, drawn by Hypothesis: of bytes, of JSON values, of a safetensors file's header and body."""
+"""Damage to files, drawn by Hypothesis: of bytes, of lines, of JSON and YAML values, of a safetensors file's header and body, and of a
+``.kdtr`` whose checksums were made anew."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hypothesis import strategies as st
 
 #: What a JSON value is replaced by: wrong types, edges of number formats, texts that a shell, C++, a path or a terminal would obey.
@@ -91,10 +94,22 @@ def paths_of(value: Any, most: int = 400) -> list[tuple[str | int, ...]]:
     return found
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a file writes values down."""
+
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+
+
+JSON = Form(json.loads, lambda value: json.dumps(value).encode())
+YAML = Form(yaml.safe_load, lambda value: yaml.safe_dump(value, sort_keys=False).encode("utf-8", "surrogatepass"))
+
+
 @st.composite
-def of_json(draw: st.DrawFn, data: bytes, encode: Callable[[Any], bytes] = lambda value: json.dumps(value).encode()) -> Damage:
-    """One key of a JSON file removed, set to an odd value, renamed, doubled, moved a level up, or buried deep."""
-    value = json.loads(data)
+def of_structure(draw: st.DrawFn, data: bytes, form: Form = JSON) -> Damage:
+    """One key of a file removed, set to an odd value, renamed, moved a level up, or followed by one that is nested deep."""
+    value = form.decode(data)
     path = draw(st.sampled_from(paths_of(value)))
     kind = draw(st.sampled_from(("remove", "odd", "odd", "odd", "number", "rename", "move up", "bury", "text")))
     odd = draw(st.sampled_from(ODD_VALUES if kind != "text" else ODD_TEXTS))
@@ -104,7 +119,7 @@ def of_json(draw: st.DrawFn, data: bytes, encode: Callable[[Any], bytes] = lambd
     *above, last = path
 
     def make(original: bytes) -> bytes:
-        whole = json.loads(original)
+        whole = form.decode(original)
         here = whole
         for step in above:
             here = here[step]
@@ -118,18 +133,48 @@ def of_json(draw: st.DrawFn, data: bytes, encode: Callable[[Any], bytes] = lambd
             here[last + suffix] = here.pop(last)
         elif kind == "move up" and isinstance(whole, dict):
             whole[str(last)] = here[last]
+        elif form is JSON:
+            return _nested(form.encode(whole), depth, form.encode(here[last]))
         else:
-            return _nested(encode(whole), depth, encode(here[last]))
-        return encode(whole)
+            return form.encode(whole) + b"_deep: " + b"[" * depth + b"]" * depth + b"\n"
+        return form.encode(whole)
 
     shown = {"odd": repr(odd), "text": repr(odd), "number": repr(number), "rename": suffix, "bury": str(depth)}.get(kind, "")
     names = [str(step) for step in path if isinstance(step, str)]
-    return Damage(f"{'.'.join(map(str, path))}: {kind} {shown[:60]}", make, names[-1] if names else "")
+    return Damage(f"{'.'.join(map(str, path))}: {kind} {shown[:60]}", make, names[-1] if names and kind != "bury" else "")
 
 
 def _nested(whole: bytes, depth: int, inner: bytes) -> bytes:
     """The text with one more key whose value lies ``depth`` lists deep: parsers that recurse give up there."""
     return whole.rstrip()[:-1] + b', "_deep": ' + b"[" * depth + inner + b"]" * depth + b"}"
+
+
+def of_lines() -> st.SearchStrategy[Damage]:
+    """A line removed, doubled, swapped with the next, emptied, or with another end or number; all ends of lines changed."""
+    kinds = st.sampled_from(("remove", "double", "swap", "blank before", "blank", "number", "space", "ends", "last end"))
+    return st.builds(_of_line, kinds, st.floats(0, 1), st.sampled_from((b"0", b"-1", b"7", b"1e3", b"99999999999999999999", b"", b" 5")))
+
+
+def _of_line(kind: str, at: float, number: bytes) -> Damage:
+    def make(data: bytes) -> bytes:
+        lines = data.splitlines()
+        if not lines:
+            return data
+        place = min(int(at * len(lines)), len(lines) - 1)
+        line, before, after = lines[place], lines[:place], lines[place + 1 :]
+        changed = {
+            "remove": [],
+            "double": [line, line],
+            "swap": [*after[:1], line],
+            "blank before": [b"", line],
+            "blank": [b""],
+            "number": [line.rpartition(b" ")[0] + b" " + number],
+            "space": [b" " + line + b"\t"],
+        }.get(kind, [line])
+        end = b"\r\n" if kind == "ends" else b"\n"
+        return end.join([*before, *changed, *after[kind == "swap" :]]) + (b"" if kind == "last end" else end)
+
+    return Damage(f"line at {at:.6f}: {kind} {number.decode() if kind == 'number' else ''}", make)
 
 
 def split_safetensors(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -185,6 +230,8 @@ def of_header(draw: st.DrawFn, data: bytes) -> Damage:
 #: Bits of values that hide, by dtype: NaN, infinities, the largest and the smallest numbers, minus zero.
 _VALUES = {
     "BF16": (0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7F7F, 0x0001, 0x8000),
+    "F16": (0x7E00, 0x7C00, 0xFC00, 0x7BFF, 0x0001, 0x8000),
+    "I64": (0, 1, 2**31, 2**63 - 1, 2**63),
     "F32": (0x7FC00000, 0xFF800001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x00000001, 0x80000000),
     "I32": (0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0, 0x12345678),
 }
@@ -195,9 +242,10 @@ def of_values(draw: st.DrawFn, data: bytes) -> Damage:
     """One element, or all, of one tensor of a safetensors file set to a value that may hide: NaN, infinity, the largest number."""
     header, _ = split_safetensors(data)
     names = [key for key, entry in header.items() if key != "__metadata__" and entry["dtype"] in _VALUES]
-    name = draw(st.sampled_from(names))
+    quantized = [key for key in names if key.endswith(("_packed", "_scale", "_shape"))]
+    name = draw(st.one_of(st.sampled_from(names), st.sampled_from(quantized or names)))
     dtype, (begin, end) = header[name]["dtype"], header[name]["data_offsets"]
-    size = 2 if dtype == "BF16" else 4
+    size = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}[dtype]
     bits = draw(st.sampled_from(_VALUES[dtype]))
     element = draw(st.integers(0, max(0, (end - begin) // size - 1)))
     everywhere = draw(st.sampled_from((False, False, False, True)))
@@ -211,6 +259,39 @@ def of_values(draw: st.DrawFn, data: bytes) -> Damage:
         return original[:at] + word + original[at + size :]
 
     return Damage(f"{name}[{'all' if everywhere else element}] is 0x{bits:X}", make)
+
+
+_TEXTS_OF_KDTR = ("spec", "layout", "text")
+
+
+@st.composite
+def of_sealed(draw: st.DrawFn, data: bytes) -> Damage:
+    """The metadata of a ``.kdtr`` damaged by somebody who makes its checksums anew: what the checksums guard is looked at behind them."""
+    header, _ = split_safetensors(data)
+    metadata = header["__metadata__"]
+    key = draw(st.sampled_from((*_TEXTS_OF_KDTR, *_TEXTS_OF_KDTR, "kind", "format_version")))
+    inner = draw(of_structure(metadata[key].encode()) if key in _TEXTS_OF_KDTR else st.sampled_from(ODD_TEXTS).map(_all_of))
+
+    def make(original: bytes) -> bytes:
+        head, body = split_safetensors(original)
+        head["__metadata__"][key] = inner.make(head["__metadata__"][key].encode()).decode("utf-8", "surrogateescape")
+        return sealed(head, body)
+
+    return Damage(f"sealed metadata {key}: {inner.title}", make)
+
+
+def _all_of(text: str) -> Damage:
+    return Damage(repr(text[:60]), lambda _: text.encode("utf-8", "surrogatepass"))
+
+
+def sealed(head: dict[str, Any], body: bytes) -> bytes:
+    """A ``.kdtr`` of this header, whose own checksum fits it; those of the tensors stay as they are."""
+    metadata = {key: value for key, value in head["__metadata__"].items() if key != "checksums"}
+    tensors = {key: entry for key, entry in head.items() if key != "__metadata__"}
+    described = {key: [each["dtype"], each["shape"], each["data_offsets"][1] - each["data_offsets"][0]] for key, each in tensors.items()}
+    checksums = json.loads(head["__metadata__"]["checksums"])
+    checksums["header"] = f"{zlib.crc32(json.dumps([metadata, described], sort_keys=True).encode()):08x}"
+    return join_safetensors(json.dumps({"__metadata__": metadata | {"checksums": json.dumps(checksums)}, **tensors}).encode(), body)
 
 
 #: Chat templates that would hang, take all memory, reach outside, or raise what nobody expects.
@@ -259,8 +340,11 @@ def nothing() -> Damage:
 
 
 def apply(folder: Path, file: str, damage: Damage) -> None:
-    """Damage one file of a folder, in place."""
+    """Damage one file of a folder, in place; a second damage is left out where the first has left nothing that it could be done to."""
     path = folder / file
-    data = damage.make(path.read_bytes())
+    try:
+        data = damage.make(path.read_bytes())
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        return
     path.unlink()  # it may be a link to the undamaged one
     path.write_bytes(data)

@@ -19,6 +19,7 @@ from tests.tokenizers_made import byte_level, kimi
 PROMPT = "def f(x):"
 PROMPT_IDS = "5,17,9,3"
 NEW_TOKENS = 4
+TEXT_TOKENS = 2  #: after a prompt of text
 ON_CPU = ("--backend", "cpu", "--json")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message.role + '>' }}{{ message.content | trim }}{% endfor %}"
@@ -84,6 +85,8 @@ def make_subjects(folder: Path) -> Subjects:
     )  # fmt: skip
     for subject in (*subjects.models, subjects.packed):
         _must(generate(subject.path), folder, cache)
+    for subject in subjects.models:
+        _must([*generate(subject.path), "--dtype", "f32"], folder, cache)
     _must([*generate(quantized), "--draft", str(drafter)], folder, cache)
     return subjects
 
@@ -91,6 +94,11 @@ def make_subjects(folder: Path) -> Subjects:
 def generate(model: Path) -> list[str]:
     """The command that continues the subjects' prompt of token ids with ``model``."""
     return ["generate", "--model", str(model), "--prompt-ids", PROMPT_IDS, "--max-new-tokens", str(NEW_TOKENS), *ON_CPU]
+
+
+def generate_text(model: Path) -> list[str]:
+    """The command that continues the subjects' prompt of text."""
+    return ["generate", "--model", str(model), "--prompt", PROMPT, "--max-new-tokens", str(TEXT_TOKENS), *ON_CPU]
 
 
 def _must(arguments: list[str], folder: Path, cache: Path) -> None:
