@@ -12,6 +12,7 @@ from tests.campaign.disks import fill_all
 from tests.campaign.entries import damage_entries
 from tests.campaign.inputs import Finding, Tally, campaign
 from tests.campaign.kills import jobs, kill_all
+from tests.campaign.process import import_everything
 from tests.campaign.subjects import make_subjects
 from tests.campaign.together import at_once
 
@@ -40,6 +41,7 @@ def main() -> int:
     rows: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kdgen-campaign-") as folder:
         say("writing the undamaged files")
+        import_everything()
         subjects = make_subjects(Path(folder))
         if "inputs" in chosen:
             end = time.monotonic() + 60 * options.minutes
