@@ -141,7 +141,8 @@ def of_structure(draw: st.DrawFn, data: bytes, form: Form = JSON) -> Damage:
 
     shown = {"odd": repr(odd), "text": repr(odd), "number": repr(number), "rename": suffix, "bury": str(depth)}.get(kind, "")
     names = [str(step) for step in path if isinstance(step, str)]
-    return Damage(f"{'.'.join(map(str, path))}: {kind} {shown[:60]}", make, names[-1] if names and kind != "bury" else "")
+    key = {"bury": "", "move up": str(last)}.get(kind, names[-1] if names else "")
+    return Damage(f"{'.'.join(map(str, path))}: {kind} {shown[:60]}", make, key)
 
 
 def _nested(whole: bytes, depth: int, inner: bytes) -> bytes:
@@ -291,7 +292,9 @@ def sealed(head: dict[str, Any], body: bytes) -> bytes:
     described = {key: [each["dtype"], each["shape"], each["data_offsets"][1] - each["data_offsets"][0]] for key, each in tensors.items()}
     checksums = json.loads(head["__metadata__"]["checksums"])
     checksums["header"] = f"{zlib.crc32(json.dumps([metadata, described], sort_keys=True).encode()):08x}"
-    return join_safetensors(json.dumps({"__metadata__": metadata | {"checksums": json.dumps(checksums)}, **tensors}).encode(), body)
+    return join_safetensors(
+        json.dumps({"__metadata__": metadata | {"checksums": json.dumps(checksums, separators=(",", ":"))}, **tensors}).encode(), body
+    )
 
 
 #: Chat templates that would hang, take all memory, reach outside, or raise what nobody expects.

@@ -53,7 +53,7 @@ class Case:
     def key(self) -> str:
         """The key that a refusal must name: that of the one file in which a person wrote it, where nothing else is damaged."""
         (file, damage), *more = self.damages
-        by_hand = (file, self.command) in (("config.json", "spec"), ("tiny.yaml", "plan"), ("tiny.yaml", "spec"), ("config.json", "draft"))
+        by_hand = (file, self.command) in (("config.json", "spec"), ("tiny.yaml", "plan"), ("tiny.yaml", "spec"))
         return damage.key if by_hand and not more else ""
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def _case(draw: st.DrawFn, subject: Subject, damages: dict[str, st.SearchStrateg
 def cases(subjects: Subjects) -> st.SearchStrategy[Case]:
     """Any subject, any of its files, damage that suits it, a command that reads it; one time in three a second damage, of any file."""
     found = []
-    for subject in (*subjects.models, subjects.packed, subjects.drafter, subjects.spec):
+    for subject in subjects.all:
         damages = {file: _damages(subject, file) for file in subject.files}
         found += [_case(subject, damages, file) for file in subject.files]
     return st.one_of(*found)
@@ -149,7 +149,7 @@ def _arguments(case: Case, path: Path, subjects: Subjects, out: Path) -> tuple[l
         case "generate in f32":
             return [*generate(path), "--dtype", "f32"], frozenset()
         case "draft":
-            return [*generate(subjects.demo.path), "--draft", str(path)], frozenset()
+            return [*generate(subjects.demo), "--draft", str(path)], frozenset()
         case "text":
             return generate_text(path), frozenset()
         case "chat":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +29,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A folder or file to be damaged. ``path`` is what commands are given; ``text`` says whether it takes prompts of text."""
+    """A folder or file to be damaged. ``path`` is what commands are given."""
 
     name: str
     path: Path
-    text: bool
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -42,14 +41,22 @@ class Subject:
 
 @dataclass(frozen=True)
 class Subjects:
-    """``models`` are folders, ``packed`` a .kdtr, ``drafter`` the demo's with ``demo`` its target, ``spec`` a YAML file."""
+    """``models`` are folders, ``packed`` a .kdtr of the first, ``spec`` a YAML file, ``drafter`` the demo's, whose target is the last
+    model."""
 
     models: tuple[Subject, ...]
     packed: Subject
-    drafter: Subject
-    demo: Subject
     spec: Subject
     cache: Path  #: of compiled kernels, warm for all of them
+    drafter: Subject | None = None
+
+    @property
+    def demo(self) -> Path:
+        return self.models[-1].path
+
+    @property
+    def all(self) -> tuple[Subject, ...]:
+        return (*self.models, self.packed, self.spec, *(() if self.drafter is None else (self.drafter,)))
 
 
 def _small(name: str, **changes: object) -> Spec:
@@ -57,38 +64,40 @@ def _small(name: str, **changes: object) -> Spec:
     return Spec.from_mapping(values | {"name": name}, name)
 
 
-def make_subjects(folder: Path) -> Subjects:
-    """Write all subjects below ``folder`` and run each once, so that every kernel is in the cache and every answer is there.
+def make_subjects(folder: Path, whole: bool = True) -> Subjects:
+    """Write all subjects below ``folder`` and run each once, so that every kernel is in the cache and every answer is there. Where not
+    ``whole``, one model alone, packed too, and a spec: a fifth of the time.
 
     Raises RuntimeError where an undamaged subject is refused: nothing could be judged then.
     """
-    sharded = _small("sharded", tie_word_embeddings=False)
     plain = write_model(folder / "plain", spec := _small("plain"), random_weights(spec, 1))
-    shards = write_model(folder / "sharded", sharded, random_weights(sharded, 2), shards=3, prefix="language_model.")
     for file, data in byte_level(310, {"add_bos_token": False, "chat_template": CHAT_TEMPLATE}).contents.items():
         (plain / file).write_bytes(data)
-    for file, data in kimi().contents.items():
-        (shards / file).write_bytes(data)
     (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "bos_token_id": 0}))
-    quantized = folder / "demo"
-    shutil.copytree(demo_dir() / "model-int4", quantized)
-    drafter = folder / "drafter"
-    shutil.copytree(demo_dir() / "drafter", drafter)
     shutil.copyfile(specs_dir() / "tiny.yaml", folder / "tiny.yaml")
-    cache = folder / "cache"
-    packed = folder / "packed.kdtr"
+    cache, packed = folder / "cache", folder / "packed.kdtr"
     _must(["import", str(plain), str(packed)], folder, cache)
-    subjects = Subjects(
-        (Subject("plain", plain, True), Subject("sharded", shards, True), Subject("demo", quantized, True)),
-        Subject("packed", packed, True), Subject("drafter", drafter, False), Subject("demo", quantized, True),
-        Subject("spec", folder / "tiny.yaml", False), cache,
-    )  # fmt: skip
+    first = Subjects((Subject("plain", plain),), Subject("packed", packed), Subject("spec", folder / "tiny.yaml"), cache)
+    subjects = _with_others(first, folder) if whole else first
     for subject in (*subjects.models, subjects.packed):
         _must(generate(subject.path), folder, cache)
-    for subject in subjects.models:
+    for subject in subjects.models if whole else ():
         _must([*generate(subject.path), "--dtype", "f32"], folder, cache)
-    _must([*generate(quantized), "--draft", str(drafter)], folder, cache)
+    if subjects.drafter is not None:
+        _must([*generate(subjects.demo), "--draft", str(subjects.drafter.path)], folder, cache)
     return subjects
+
+
+def _with_others(first: Subjects, folder: Path) -> Subjects:
+    """A wrapped model in shards with a tiktoken.model, and the demo model in INT4 with its drafter."""
+    sharded = _small("sharded", tie_word_embeddings=False)
+    shards = write_model(folder / "sharded", sharded, random_weights(sharded, 2), shards=3, prefix="language_model.")
+    for file, data in kimi({"chat_template": CHAT_TEMPLATE}).contents.items():
+        (shards / file).write_bytes(data)
+    shutil.copytree(demo_dir() / "model-int4", folder / "demo")
+    shutil.copytree(demo_dir() / "drafter", folder / "drafter")
+    models = (*first.models, Subject("sharded", shards), Subject("demo", folder / "demo"))
+    return replace(first, models=models, drafter=Subject("drafter", folder / "drafter"))
 
 
 def generate(model: Path) -> list[str]:
