@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kdgen.model import described
 from kdgen.spec import Spec
+from kdgen.verify.published import raw
 from tests.campaign import judge
 from tests.campaign.damage import (
     YAML,
@@ -178,18 +179,18 @@ def _wrong_answer(case: Case, path: Path, outcome: Outcome, subjects: Subjects, 
     out = path.parent / "out"
     match case.command:
         case "generate" | "generate in f32" if path.is_dir():
-            return judge.wrong_tokens(outcome, described(path), judge.tensors_of(path), judge.ends_of(path))
+            return judge.wrong_tokens(outcome, judge.config_of(path), judge.tensors_of(path), judge.ends_of(path))
         case "generate":
             return _wrong_packed(path, outcome, subjects, expected)
         case "draft":  # which changes no token, whatever it proposes
             tokens = _tokens(outcome)
             return "" if tokens == expected.tokens["demo"] else f"tokens {tokens} with this drafter, {expected.tokens['demo']} without"
         case "text" | "chat" if path.is_dir():
-            return judge.wrong_text(outcome, described(path), path, case.command == "chat")
+            return judge.wrong_text(outcome, path, case.command == "chat")
         case "import":
             again = run_forked(generate(out / "OUT.kdtr"), path.parent, environment(subjects.cache, TMPDIR=str(out)))
             if again.code == 0:
-                return judge.wrong_tokens(again, described(path), judge.tensors_of(path), judge.ends_of(path))
+                return judge.wrong_tokens(again, judge.config_of(path), judge.tensors_of(path), judge.ends_of(path))
             too_large = again.code == 2 and "hold a NaN or an infinity" in again.stderr  # finite weights whose logits are not
             return "" if too_large else f"the import is refused: {again.stderr[:200]!r}"
         case "quantize":
@@ -209,7 +210,7 @@ def _wrong_packed(path: Path, outcome: Outcome, subjects: Subjects, expected: Ex
     spec = Spec.from_mapping(json.loads(header["__metadata__"]["spec"]), "packed")
     if spec == described(made_of):
         return "" if _tokens(outcome) == expected.tokens["packed"] else f"tokens {_tokens(outcome)} instead of {expected.tokens['packed']}"
-    return judge.wrong_tokens(outcome, spec, judge.tensors_of(made_of), judge.ends_in(spec, header["__metadata__"]["text"]))
+    return judge.wrong_tokens(outcome, raw(spec), judge.tensors_of(made_of), judge.ends_in(spec, header["__metadata__"]["text"]))
 
 
 def _wrong_spec(path: Path, outcome: Outcome, case: Case, subjects: Subjects, expected: Expected) -> str:
@@ -224,7 +225,7 @@ def _wrong_spec(path: Path, outcome: Outcome, case: Case, subjects: Subjects, ex
     again = run_forked(generate(path), path.parent, environment(subjects.cache, TMPDIR=str(path.parent / "out")))
     if again.code != 0:
         return f"its spec is the undamaged one, and generate says {again.stderr[:200]!r}"
-    return judge.wrong_tokens(again, described(path), judge.tensors_of(path), judge.ends_of(path))
+    return judge.wrong_tokens(again, judge.config_of(path), judge.tensors_of(path), judge.ends_of(path))
 
 
 def try_case(case: Case, subjects: Subjects, expected: Expected, keep: Path | None = None) -> tuple[Outcome, list[str]]:

@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from kdgen.reference.model import ReferenceModel
 from kdgen.spec import Spec
-from kdgen.verify.published import reference_of
 from tests.campaign.damage import Damage, split_safetensors
 from tests.campaign.process import MOST_BYTES, Outcome
 from tests.campaign.subjects import NEW_TOKENS, PROMPT, TEXT_TOKENS, prompt_ids
@@ -94,9 +94,15 @@ def tensors_of(folder: Path) -> Mapping[str, NDArray[Any]]:
     return found
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """A published model's config as it stands in the file."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return config
+
+
 def ends_of(folder: Path) -> frozenset[int]:
     """The tokens at which a published model ends, read by ``json`` alone."""
-    config = json.loads((folder / "config.json").read_bytes())
+    config = config_of(folder)
     inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     defaults = folder / "generation_config.json"
     more = json.loads(defaults.read_bytes()).get("eos_token_id") if defaults.exists() else None
@@ -115,17 +121,17 @@ def _ids(found: Any) -> frozenset[int]:
 
 def wrong_tokens(
     outcome: Outcome,
-    spec: Spec,
+    config: Mapping[str, Any],
     weights: Mapping[str, NDArray[Any]],
     ends: frozenset[int],
     prompt: Sequence[int] = prompt_ids(),
     most: int = NEW_TOKENS,
 ) -> str:
-    """How a ``generate --json`` differs from the float64 reference over ``weights``; empty where it does not, or where two tokens are
-    too close to tell. It has ``most`` tokens, or ends with one of ``ends`` and has none before."""
+    """How a ``generate --json`` differs from the float64 reference over ``weights``, which reads ``config`` by itself; empty where it does
+    not, or where two tokens are too close to tell. It has ``most`` tokens, or ends with one of ``ends`` and has none before."""
     report = json.loads(outcome.stdout)
     tokens, margin = report["tokens"], MARGIN[report["dtype"]]
-    model = reference_of(spec, weights)
+    model = ReferenceModel(config, weights)
     with np.errstate(all="ignore"):
         logits = model.forward([*prompt, *tokens[:-1]]).logits[len(prompt) - 1 :]
     if not np.isfinite(logits).all():
@@ -141,7 +147,7 @@ def wrong_tokens(
     return ""
 
 
-def wrong_text(outcome: Outcome, spec: Spec, folder: Path, chat: bool) -> str:
+def wrong_text(outcome: Outcome, folder: Path, chat: bool) -> str:
     """The same of a prompt of text, whose tokens are found by the library that a tokenizer was written for, or by merging bytes."""
     report = json.loads(outcome.stdout)
     config = json.loads((folder / "tokenizer_config.json").read_bytes()) if (folder / "tokenizer_config.json").exists() else {}
@@ -161,7 +167,7 @@ def wrong_text(outcome: Outcome, spec: Spec, folder: Path, chat: bool) -> str:
         return f"{report['prompt_tokens']} prompt tokens, and the tokenizer makes {len(prompt)} of {text!r}"
     if written is not None and report["text"] != (said := written(report["tokens"])):
         return f"the text is {report['text']!r}, and the tokens' bytes are {said!r}"
-    return wrong_tokens(outcome, spec, tensors_of(folder), ends_of(folder), prompt, TEXT_TOKENS)
+    return wrong_tokens(outcome, config_of(folder), tensors_of(folder), ends_of(folder), prompt, TEXT_TOKENS)
 
 
 def _content(token: Any) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdgen.model import described
 from kdgen.reference import int4
 from tests.campaign import judge
 from tests.campaign.damage import Damage, sealed, split_safetensors
@@ -41,17 +40,17 @@ def test_a_killed_import_leaves_nothing(subjects: Subjects) -> None:
 def test_the_judge_refuses_what_is_not_the_reference_answer(subjects: Subjects) -> None:
     model = subjects.models[0].path
     outcome = run_forked(generate(model), model.parent, environment(subjects.cache))
-    spec, weights, ends = described(model), judge.tensors_of(model), judge.ends_of(model)
-    assert judge.wrong_tokens(outcome, spec, weights, ends) == ""
+    config, weights, ends = judge.config_of(model), judge.tensors_of(model), judge.ends_of(model)
+    assert judge.wrong_tokens(outcome, config, weights, ends) == ""
     report = json.loads(outcome.stdout)
     for place in range(len(report["tokens"])):
         tokens = list(report["tokens"])
-        tokens[place] = (tokens[place] + 1) % spec.vocab_size
-        assert "the reference's best" in judge.wrong_tokens(_said(outcome, report | {"tokens": tokens}), spec, weights, ends)
-    assert "of 4, stopped" in judge.wrong_tokens(_said(outcome, report | {"tokens": report["tokens"][:3]}), spec, weights, ends)
-    assert "it went on" in judge.wrong_tokens(outcome, spec, weights, frozenset(report["tokens"][:1]))
+        tokens[place] = (tokens[place] + 1) % config["vocab_size"]
+        assert "the reference's best" in judge.wrong_tokens(_said(outcome, report | {"tokens": tokens}), config, weights, ends)
+    assert "of 4, stopped" in judge.wrong_tokens(_said(outcome, report | {"tokens": report["tokens"][:3]}), config, weights, ends)
+    assert "it went on" in judge.wrong_tokens(outcome, config, weights, frozenset(report["tokens"][:1]))
     broken = dict(weights) | {"model.norm.weight": np.full_like(weights["model.norm.weight"], np.nan)}
-    assert "not finite" in judge.wrong_tokens(outcome, spec, broken, ends)
+    assert "not finite" in judge.wrong_tokens(outcome, config, broken, ends)
 
 
 def _said(outcome: Outcome, report: object) -> Outcome:
