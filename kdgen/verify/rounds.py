@@ -462,10 +462,10 @@ def _together(situation: Situation) -> tuple[str, str]:
     logits, others = LogitsDrafter(first.host, vocab), LogitsDrafter(second.host, vocab)
     deep = ReplayDrafter((*first.course.prompt, *first.course.tokens), vocab)  # as deep as a tree of 5 rows may be
     groups: tuple[tuple[tuple[Prepared, Drafter | None, Drafter | None, int, frozenset[int]], ...], ...] = (
-        ((first, logits, logits, 7, stop), (second, others, others, 15, never), (first, device, first.host, 15, never)),
+        ((first, logits, logits, 7, never), (second, others, others, 15, never), (first, device, first.host, 15, never)),
         ((first, first.host, first.host, 15, never), (second, second.host, second.host, 7, never), (second, None, None, 0, never)),
-        ((second, device, second.host, 7, never), (first, device, first.host, 31, stop), (first, None, None, 0, stop)),
-        ((first, deep, deep, 15, never),),
+        ((second, device, second.host, 7, never), (first, device, first.host, 15, never)),
+        ((first, deep, deep, 15, never), (first, device, first.host, 31, stop), (first, None, None, 0, stop)),
     )
     for asked in groups:
         requests, wanted = [], []
