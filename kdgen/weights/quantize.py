@@ -24,6 +24,7 @@ from kdgen.errors import KdgenError, WeightError
 from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, as_stored
+from kdgen.weights.finite import first_not_finite
 from kdgen.weights.stream import Announced, remove_leavings, temporary_beside, write_stream
 
 Array = NDArray[Any]
@@ -125,6 +126,7 @@ def _config(source: Path, spec: Spec, checkpoint: Checkpoint) -> dict[str, Any]:
 def _write_shards(checkpoint: Checkpoint, spec: Spec, out: Path, progress: Callable[[int, int], None]) -> int:
     shards = checkpoint.shards
     total, done, quantized = sum(entry.nbytes for shard in shards.values() for entry in shard.values()), 0, 0
+    used = {key for group in spec.tensors() for key in group.names()}
     weight_map: dict[str, str] = {}
     size = 0
     progress(done, total)
@@ -135,7 +137,7 @@ def _write_shards(checkpoint: Checkpoint, spec: Spec, out: Path, progress: Calla
 
         def pieces(entries: list[tuple[str, Entry]] = entries) -> Iterator[tuple[str, Array]]:
             nonlocal done
-            tasks = (task for key, entry in entries for task in _tasks(key, entry, spec))
+            tasks = (task for key, entry in entries for task in _tasks(key, entry, spec, key.removeprefix(PREFIX) in used))
             for read, found in in_order(tasks):
                 yield from found
                 done += read
@@ -171,16 +173,22 @@ def _announce(key: str, entry: Entry, spec: Spec) -> list[Announced]:
 _Found = tuple[int, list[tuple[str, Array]]]
 
 
-def _tasks(key: str, entry: Entry, spec: Spec) -> Iterator[Callable[[], _Found]]:
+def _tasks(key: str, entry: Entry, spec: Spec, used: bool) -> Iterator[Callable[[], _Found]]:
     if _is_expert(key, spec):
         yield functools.partial(_quantized, key, entry)
         return
     for at in range(0, entry.nbytes, _COPY_BYTES):
-        yield functools.partial(_copied, key, entry, at, min(_COPY_BYTES, entry.nbytes - at))
+        yield functools.partial(_copied, key, entry, at, min(_COPY_BYTES, entry.nbytes - at), used)
 
 
-def _copied(key: str, entry: Entry, at: int, nbytes: int) -> _Found:
-    return nbytes, [(key, np.fromfile(entry.file, np.uint8, nbytes, offset=entry.offset + at))]
+def _copied(key: str, entry: Entry, at: int, nbytes: int, used: bool) -> _Found:
+    """A part of a tensor as it is; ``used`` says that decoding reads it, so that what would be refused there is refused now."""
+    part = np.fromfile(entry.file, np.uint8, nbytes, offset=entry.offset + at)
+    if used and (found := first_not_finite(part.view(entry.numpy_dtype))) is not None:
+        place = [int(n) for n in np.unravel_index(at // entry.numpy_dtype.itemsize + found, entry.shape)]
+        value = float(part.view(entry.numpy_dtype)[found])
+        raise WeightError(f"{entry.file}: {key}: element {place} is {value}; the file is damaged: download it again")
+    return nbytes, [(key, part)]
 
 
 def _quantized(key: str, entry: Entry) -> _Found:

@@ -113,6 +113,15 @@ def damaged(folder: Path, key: str, value: float) -> Path:
     return write_model(folder / "model", SMALL, tensors)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_tensor_that_is_copied_must_be_finite_too(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdgen.weights.quantize._COPY_BYTES", 64)
+    key = "model.layers.1.self_attn.o_proj.weight"
+    text = refused("quantize", str(damaged(tmp_path, key, value)), str(tmp_path / "out"))
+    assert f"model.safetensors: {key}: element [1, 2] is {value}; the file is damaged: download it again" in text
+    assert left_over(tmp_path) == set()
+
+
 def test_refusals_write_nothing(tmp_path: Path) -> None:
     key = "model.layers.1.mlp.experts.1.down_proj.weight"
     source = damaged(tmp_path, key, np.nan)
