@@ -8,7 +8,7 @@ SHARED = [
     *seen_by(
         "shared",
         "kdgen/spec.py",
-        ("tables", "yarn_long f32"),
+        ("tables", "numbers of the config"),
         (
             "attention's scale takes the other mscale",
             "yarn_mscale(self.rope_scaling.factor, self.rope_scaling.mscale_all_dim) ** 2",
@@ -18,7 +18,7 @@ SHARED = [
     *seen_by(
         "shared",
         "kdgen/fields.py",
-        ("tables", "yarn_long f32"),
+        ("tables", "numbers of the config"),
         ("one mscale is enough for their ratio", "if self.mscale and self.mscale_all_dim:", "if self.mscale or self.mscale_all_dim:"),
         (
             "mscale_all_dim is 1 where it is absent",
@@ -34,7 +34,7 @@ SHARED = [
     *seen_by(
         "shared",
         "kdgen/rope.py",
-        ("tables", "yarn_long f32"),
+        ("tables", "numbers of the config"),
         (
             "the ramp ends by pairs",
             "math.ceil(correction_dim(scaling.beta_slow)), dim - 1)",
@@ -46,10 +46,10 @@ SHARED = [
             "max(math.ceil(correction_dim(scaling.beta_fast)), 0)",
         ),
     ),
-    *tested_by(
+    *seen_by(
         "shared",
         "kdgen/config.py",
-        "tests/oracle/test_configs.py",
+        ("numbers of the config",),
         ("GLM has no dense layer where it says nothing", "        dense = 1\n", "        dense = 0\n"),
         (
             "halves are rotated where nothing is said",
@@ -59,8 +59,8 @@ SHARED = [
         ("deepseek_v2 normalises its weights", '"topk_method": method, "norm_topk_prob": False}', '"topk_method": method}'),
         (
             "deepseek_v2 limits groups where nothing is said",
-            'config.get("topk_method") or "greedy"',
-            'config.get("topk_method") or "group_limited_greedy"',
+            'config.values.get("topk_method", "greedy")',
+            'config.values.get("topk_method", "group_limited_greedy")',
         ),
         (
             "a wrapper's head is its own where nothing is said",
@@ -117,7 +117,7 @@ FILES = [
         "kdgen/tokenizer.py",
         "tests/unit/test_tokenizer.py",
         ("a prompt is cut as in training", "            self._tokenizer.no_truncation()  # both", "            # both"),
-        ("the first token twice", " and tokens[:1] != self._first else tokens", " else tokens"),
+        ("nothing stands before a text", "add_special_tokens=begin", "add_special_tokens=False"),
         ("bytes that are no character vanish", 'getincrementaldecoder("utf-8")("replace")', 'getincrementaldecoder("utf-8")("ignore")'),
     ),
 ]
