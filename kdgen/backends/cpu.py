@@ -60,6 +60,7 @@ _FLAGS: dict[Mode, int] = {"plain": 0, "shuffled": _SHUFFLED | _LATE_COPIES, "ch
 _FINISHED, _FAILED = 0, 1  # LaunchResult in runtime/runtime.cpp
 _MAP_NORESERVE = 0x4000  # Linux promises the memory, however much; Python names it from 3.13 on
 _LINE_FLAG = 0x80000000
+_LIBRARY_OF = ".in"  # an entry of the cache that holds the key of the library that has a kernel
 _NO_THREAD = 0xFFFFFFFF
 
 
@@ -261,11 +262,11 @@ class CpuBackend(Backend):
                 raise CompileError(f"kernel {source.name}: {source.smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
         compiler = host_compiler.find()
         runtime = _runtime(compiler)
-        path = _kernel_library(compiler, runtime, tuple(sources), self.mode == "checker")
-        library = _open_library(path)
         loaded = {}
-        for source in sources:
-            entry = _Kernel.in_dll(library, f"emu_kernel_{source.name}")
+        paths = _kernel_libraries(compiler, runtime, sources, self.mode == "checker")
+        libraries = {path: _open_library(path) for path in dict.fromkeys(paths)}
+        for source, path in zip(sources, paths, strict=True):
+            entry = _Kernel.in_dll(libraries[path], f"emu_kernel_{source.name}")
             parameters = bytes(entry.parameters).decode()
             early = _early_parameters(source) if source.overlaps else 0
             loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), parameters, path, early)
@@ -640,15 +641,32 @@ def _unit(sources: Sequence[Source]) -> str:
     return "".join(parts)
 
 
-def _kernel_library(compiler: HostCompiler, runtime: _Runtime, sources: tuple[Source, ...], checker: bool) -> Path:
-    root = _library_root()
-    text = _unit(sources)
+def _kernel_libraries(compiler: HostCompiler, runtime: _Runtime, sources: Sequence[Source], checker: bool) -> list[Path]:
+    """The library that has each kernel. Those that no library in the cache has are compiled together, into one.
+
+    A plan for another context, or for a rank, has mostly the same kernels, and compiling takes longer than running them once.
+    """
+    root, cache = _library_root(), Cache.default()
     flags = ("-O1", *(("-DEMU_CHECKER", *compiler.checker_flags) if checker else ()))
-    key = _key("kernels", compiler.identity, compiler.flags, flags, _library_hash(root), text)
-    names = ", ".join(source.name for source in sources)
+    built_with = (compiler.identity, compiler.flags, flags, _library_hash(root))
+    keys = [_key("kernel", *built_with, _unit([source])) for source in sources]
+    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # of each kernel, the key of its library
+    there = {key: cache.get("cpu", key, ".so") for key in dict.fromkeys(named) if key}
+    found = [there.get(key) for key in named]
+    missing = [source for source, path in zip(sources, found, strict=True) if path is None]
+    if not missing:
+        return [path for path in found if path]
+    new_key = _key("kernels", *built_with, _unit(missing))
+    new = _kernel_library(new_key, compiler, runtime, missing, (*flags, f"-I{root}"))
+    for key, path in zip(keys, found, strict=True):
+        if path is None:
+            cache.put("cpu", key, _LIBRARY_OF, new_key.encode())
+    return [path or new for path in found]
+
+
+def _kernel_library(key: str, compiler: HostCompiler, runtime: _Runtime, sources: Sequence[Source], flags: Sequence[str]) -> Path:
+    text, what = _unit(sources), f"kernel {', '.join(source.name for source in sources)}"
     try:
-        what = f"kernel {names}"
-        flags += (f"-I{root}",)
         return _cached_library(key, text, compiler=compiler, flags=flags, options=("-Wl,-z,defs",), what=what, linked=runtime.image)
     except CompileError as error:
         log = str(error).partition(":\n")[2]

@@ -368,6 +368,22 @@ def test_kernels_are_cached_by_content(own_cache: Path, monkeypatch: pytest.Monk
     assert builds.count == 3
 
 
+def test_a_kernel_is_compiled_once_whatever_it_is_loaded_with(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kernels beside it, another order, another process's load: the first library that has it serves."""
+    builds = Builds(monkeypatch)
+    first, second, third = (source(name, f"  out[threadIdx.x] = n + {place};") for place, name in enumerate(("one", "two", "three")))
+    made = CpuBackend()
+    made.load([first, second])
+    made.load([third, second, first])
+    assert builds.count == 2
+    other = CpuBackend()
+    other.load([second, third])
+    assert builds.count == 2
+    assert [launch(made, "two", 5)[0], launch(other, "two", 5)[0], launch(other, "three", 5)[0]] == [6, 6, 7]
+    other.load([source("two", "  out[threadIdx.x] = n - 1;"), first])  # another text of the same name
+    assert builds.count == 3 and launch(other, "two", 5)[0] == 4 and launch(made, "two", 5)[0] == 6
+
+
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "empty"])
 def test_a_damaged_library_is_built_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     builds = Builds(monkeypatch)
