@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from kdgen.chat_worker import MEMORY_BYTES, MOST_CHARACTERS
 from kdgen.errors import KdgenError
+from kdgen.resources import import_path
 from kdgen.tokenizer import TextFiles, special_token
 
 Message = Mapping[str, str]  #: with role (system, user, assistant) and content
@@ -84,9 +84,8 @@ class ChatRenderer:
                 _end(process)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # It finds what this process finds. The folder it runs in is on its path, too, so it must hold no modules.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
-        command = [sys.executable, "-c", "from kdgen.chat_worker import main; main()", str(self._cpu_seconds)]
+        environment = {**os.environ, "PYTHONPATH": import_path()}
+        command = [sys.executable, "-P", "-c", "from kdgen.chat_worker import main; main()", str(self._cpu_seconds)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
             return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=os.sep, env=environment)

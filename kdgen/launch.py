@@ -19,6 +19,7 @@ from typing import IO
 
 from kdgen.errors import KdgenError
 from kdgen.ranks import signal_of
+from kdgen.resources import import_path
 
 #: Seconds that the other ranks have to end by themselves once one has failed, and again once they were asked to.
 PATIENCE = 4.0
@@ -29,7 +30,7 @@ _POLL = 0.05
 
 def own_command(arguments: Sequence[str]) -> list[str]:
     """``kdgen`` with ``arguments``, by this interpreter."""
-    return [sys.executable, "-c", "from kdgen.cli import main; main()", *arguments]
+    return [sys.executable, "-P", "-c", "from kdgen.cli import main; main()", *arguments]
 
 
 def run_ranks(
@@ -44,7 +45,7 @@ def run_ranks(
     """
     shared = dict(os.environ if environment is None else environment)
     shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": str(_free_port()), "KDGEN_JOB": secrets.token_hex(8)}
-    shared["KDGEN_PARENT"] = str(os.getpid())
+    shared |= {"KDGEN_PARENT": str(os.getpid()), "PYTHONPATH": import_path()}
     processes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as files, _ended(processes):
         said: list[IO[bytes] | None] = []

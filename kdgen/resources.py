@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from kdgen.errors import KdgenError
@@ -10,6 +11,15 @@ from kdgen.errors import KdgenError
 #: A folder of templates to use instead of kdgen's own.
 TEMPLATES_VARIABLE = "KDGEN_TEMPLATES_DIR"
 PACKAGE = Path(__file__).resolve().parent
+
+
+def import_path() -> str:
+    """PYTHONPATH for processes of kdgen's own: this very package first, then what this process imports from. With Python's ``-P`` the
+    folder that a user stands in is not among it, whatever modules lie there.
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = (str(PACKAGE.parent), *(str(Path(entry).absolute()) for entry in (*named, *sys.path) if entry))
+    return os.pathsep.join(dict.fromkeys(entries))
 
 
 def _folder(name: str) -> Path:

@@ -303,7 +303,7 @@ def processes_see(wanted: Sequence[tuple[Case, Exchange]], ranks: int) -> list[l
         plan = build_plan(case.spec, case.compute, LIMITS, Shard(ranks, 0, exchange))
         open_backend("cpu").load([rendered.source for rendered in render(plan)])
     jobs = [(case.spec.model_dump(mode="json"), case.compute, case.ties, exchange) for case, exchange in wanted]
-    command = [sys.executable, "-m", "kdgen.verify.rank_matrix", json.dumps(jobs)]
+    command = [sys.executable, "-P", "-m", "kdgen.verify.rank_matrix", json.dumps(jobs)]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, output=output, errors=errors)
         for file in (output, errors):

@@ -58,7 +58,7 @@ def check_ranks(
     said_in = tempfile.TemporaryDirectory(prefix="kdgen-ranks-")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, said_in as folder:
         job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family, programs, folder)
-        command = [sys.executable, "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
+        command = [sys.executable, "-P", "-m", "kdgen.verify.ranks", json.dumps(dataclasses.asdict(job))]
         code = run_ranks(command, ranks, output=output, errors=errors)
         for file in (output, errors):
             file.seek(0)

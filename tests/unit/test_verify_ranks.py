@@ -41,3 +41,11 @@ def test_the_first_failing_rank_is_heard(fault: str, tmp_path: Path, monkeypatch
     with pytest.raises(KdgenError, match=said):
         check_ranks(load_spec("tiny"), "f32", 2, situations=0, exchange="peer")
     assert time.perf_counter() - began < MOST_SECONDS
+
+
+def test_ranks_are_of_this_package_whatever_lies_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kdgen").mkdir()
+    (tmp_path / "kdgen" / "__init__.py").write_text("raise SystemExit('another kdgen')")
+    monkeypatch.chdir(tmp_path)
+    checks = check_ranks(load_spec("tiny"), "f32", 2, situations=0)
+    assert checks and all(check.status == "ok" for check in checks)
