@@ -194,10 +194,10 @@ def test_a_value_that_is_not_finite_is_named_wherever_it_is(tmp_path: Path, fami
 def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model.kdtr"
 
-    def interrupted(weight: Weight, layer: int, tensors: object) -> Iterator[NDArray[Any]]:
+    def interrupted(weight: Weight, layer: int, tensors: object, part_bytes: int) -> Iterator[NDArray[Any]]:
         if weight.name == "o_proj":
             raise KeyboardInterrupt
-        return packed_parts(weight, layer, tensors)  # type: ignore[arg-type]
+        return packed_parts(weight, layer, tensors, part_bytes)  # type: ignore[arg-type]
 
     monkeypatch.setattr("kdgen.weights.pack.packed_parts", interrupted)
     assert kdgen("import", str(folder), str(out)).exit_code == 130
