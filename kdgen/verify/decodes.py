@@ -203,12 +203,12 @@ def _check_logits(engine: RecordingEngine, subject: Subject, plain: _Plain, cloc
         figure, what = float(np.median(np.sqrt(np.square(error).mean(axis=1)))), "median over rows of the error's root mean square"
         tolerance = tolerances.bf16_logits(expected, subject.spec.num_hidden_layers)
     row = int(np.nan_to_num(error, nan=np.inf).max(axis=1).argmax())
+    name = f"the oracle's run of {case.name}" if case is not None else "the float64 reference"
+    choices = f"{int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())} of {len(tokens)} greedy choices equal"
     problem = ""
     if not figure <= tolerance:
         where = first_departure(subject.spec, subject.compute, subject.weights, tokens, engine.cache_rows())
-        problem = f"row {row} is off by {error[row].max():.3g}; {where}"
-    name = f"the oracle's run of {case.name}" if case is not None else "the float64 reference"
-    choices = f"{int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())} of {len(tokens)} greedy choices equal"
+        problem = f"{what} is {figure:.3g}, more than {tolerance:.3g}; row {row} is off by {error[row].max():.3g}; {choices}; {where}"
     return clock.check("logits", name, problem, f"{what}; {choices}", finite(figure), tolerance)
 
 

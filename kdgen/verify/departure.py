@@ -38,5 +38,5 @@ def first_departure(
     position = int(far[layer].argmax())
     return (
         f"layer {layer} is the first whose cache row leaves the reference's, at position {position}, by"
-        f" {error[layer, position]:.3g} of the row's size"
+        f" {error[layer, position]:.3g} of the row's size, where rounding makes less than {_FAR[compute]:g}"
     )

@@ -313,9 +313,9 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
         if not is_wide(spec):
             add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, spec, plan, seconds=_about(4.0, plan))
     for model in models() if others else _named_models(plans):
-        add(f"{model.title} {model.compute}, programs", _programs, model, seconds=10.0)
+        add(f"{model.title} {model.compute}, programs", _programs, model, seconds=20.0)
     if others:
-        add("programs of ranks", _programs_of_ranks, seconds=10.0)
+        add("programs of ranks", _programs_of_ranks, seconds=20.0)
     for spec, plan in plans:
         if plan.family == "generic":
             add(f"{_part(spec, plan)}, generated files", _drift, spec, plan, seconds=0.5)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,9 @@ from kdgen.render import parts_of
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT = 900
+TIMEOUT = 900  #: seconds of the whole command, three times what it takes by itself
+#: Processor seconds of the short ways, ten times what the longest takes: what hangs mostly computes, and a busy machine hangs nothing.
+SHORT_CPU_SECONDS = 300
 VERIFY = ("-c", "from kdgen.cli import main; main()", "verify", "--json", "--backend", "cpu", "--jobs", "1")
 
 
@@ -72,7 +76,7 @@ def _run(mutant: Mutant, whole: bool) -> Result:
             return _tested(mutant, _python(copy, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", mutant.tests))
         short = [("kernels_of.py", template) for template in _templates_with(Path(mutant.file))]
         for script, *words in [*short, *([("tasks_of.py", *mutant.tasks)] if mutant.tasks else [])]:
-            done = _python(copy, str(ROOT / "tests" / "mutants" / script), *words)
+            done = _python(copy, str(ROOT / "tests" / "mutants" / script), *words, cpu_seconds=SHORT_CPU_SECONDS)
             if done.returncode or done.stdout:
                 return _result(mutant, done, json.loads(done.stdout) if done.stdout else None, bool(mutant.tasks))
         if not whole:
@@ -113,9 +117,20 @@ def times_of_checks() -> dict[str, float]:
     return times
 
 
-def _python(copy: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _python(
+    copy: Path, *arguments: str, environment: Mapping[str, str] | None = None, cpu_seconds: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Raises subprocess.TimeoutExpired after TIMEOUT. A process that computes for ``cpu_seconds`` ends with SIGXCPU."""
     everything = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
-    return subprocess.run([sys.executable, *arguments], cwd=copy, env=everything, capture_output=True, text=True, timeout=TIMEOUT)
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, cwd=copy, env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            if cpu_seconds is not None:
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
+            out, err = process.communicate(timeout=TIMEOUT)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _result(mutant: Mutant, done: subprocess.CompletedProcess[str], failed: dict[str, str] | None, expected: bool) -> Result:
@@ -123,6 +138,8 @@ def _result(mutant: Mutant, done: subprocess.CompletedProcess[str], failed: dict
     if failed is not None:
         check = f"{failed['spec']} {failed['compute']}, {failed['name']}"
         return Result(mutant, True, failed["part"], check, failed["why"], expected or failed["part"] == mutant.part)
+    if done.returncode == -signal.SIGXCPU:
+        return Result(mutant, True, "hang", "", f"no end within {SHORT_CPU_SECONDS} s of a processor", mutant.part == "hang")
     if done.returncode:  # 2: refused with an error; 1 without a report, or a signal: it fell over
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         part = "refused" if done.returncode in (1, 2) else "crash"

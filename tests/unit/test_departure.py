@@ -22,6 +22,6 @@ def test_the_first_layer_and_position_are_named(layer: int, position: int) -> No
     cache[layer, position, 1] += 1.0
     cache[layer + 1, 0] *= 2
     said = first_departure(spec, "f32", weights, TOKENS, cache)
-    assert said.startswith(f"layer {layer} is the first") and f"at position {position}," in said
+    assert said.startswith(f"layer {layer} is the first") and f"at position {position}," in said and "less than 0.001" in said
     cache[layer, position, 1] = np.nan
     assert first_departure(spec, "f32", weights, TOKENS, cache).startswith(f"layer {layer} is the first")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from kdgen.render import parts_of
 from tests.mutants.mutants import MUTANTS, QUICK, Mutant
-from tests.mutants.run import ROOT, run
+from tests.mutants.run import ROOT, _python, _result, run
 
 
 def test_every_mutant_edits_one_place() -> None:
@@ -33,3 +34,11 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     kernel = mutant.file.rpartition("/")[2].partition(".")[0].removesuffix("_mma").removesuffix("_f32")
     if mutant.part in ("kernel", "checker") and "/kernels/" in mutant.file:  # which name the kernel that was edited
         assert kernel in result.check + result.why or kernel in ("linear", "rmsnorm"), result
+
+
+def test_what_computes_for_ever_is_ended(tmp_path: Path) -> None:
+    """Soon: its processor time is counted, so that a busy machine makes no hang of a process that waits for its turn."""
+    done = _python(tmp_path, "-c", "while True: pass", cpu_seconds=1)
+    assert _result(MUTANTS[0], done, None, True).part == "hang"
+    done = _python(tmp_path, "-c", "import time; time.sleep(1.5); raise SystemExit(2)", cpu_seconds=1)
+    assert _result(MUTANTS[0], done, None, True).part == "refused"

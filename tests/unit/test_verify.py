@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from hypothesis import given
 from rich.console import Console
 from strategies import specs
 
-import kdgen.render
 import kdgen.verify.run
 from kdgen.cli import main
 from kdgen.errors import BackendError
@@ -145,15 +145,23 @@ def test_a_small_model_verifies_and_a_wrong_template_does_not(monkeypatch: pytes
     right = rotary.read_text()
     rotary.write_text(right.replace("b * cos_row[i] + a", "b * cos_row[i] - a"))
     assert rotary.read_text() != right
-    monkeypatch.setattr(kdgen.render, "templates_dir", lambda: tmp_path / "templates")
+    monkeypatch.setenv("KDGEN_TEMPLATES_DIR", str(tmp_path / "templates"))  # which worker processes see
     result = kdgen_verify(str(spec), "--dtype", "f32", "--backend", "cpu", "--json")
     assert result.exit_code == 1
-    failed = {(check["part"], check["name"]) for check in json.loads(result.stdout)["checks"] if check["status"] == "failed"}
+    bad = [check for check in json.loads(result.stdout)["checks"] if check["status"] == "failed"]
+    for check in bad:  # each was printed in full at once; what failed says nothing of what is right
+        printed = f"FAILED {check['spec']} f32, {check['part']}, {check['name']} on {check['backend']}:\n  {check['why'].splitlines()[0]}"
+        assert printed in result.stderr and "equal by bits" not in check["detail"]
+    (logits,) = (check["why"] for check in bad if check["part"] == "logits")
+    assert re.search(r"more than \S+; .*layer 0 is the first whose cache row leaves the reference's, at position [0-9]+, by", logits)
+    failed = {(check["part"], check["name"]) for check in bad}
     assert failed == {
         ("kernel", "rope_cache"),
         ("checker", "rope_cache"),
         ("together", "requests that join and leave"),
         ("logits", "the float64 reference"),
+        ("ranks", "2 ranks, gather"),
+        ("ranks", "2 ranks, peer"),
     }
 
 
