@@ -41,7 +41,8 @@ def kept(logits: NDArray[np.float32], sampling: Sampling, slack: float = 0.0) ->
     if sampling.top_p < 1:
         inside = np.where(keep, weights, 0.0)
         before = np.cumsum(inside[order]) - inside[order]
-        smallest = logits[order][(before < min(sampling.top_p + slack, 1.0) * inside.sum()) & keep[order]].min()
+        within = (before < min(sampling.top_p + slack, 1.0) * inside.sum()) & keep[order]
+        smallest = logits[order][within].min(initial=np.inf)  # a slack beyond top_p leaves nothing that is surely kept
         keep &= logits >= smallest  # equal logits are in or out together
     result: NDArray[np.bool_] = keep & (weights >= sampling.min_p - slack)
     return result

@@ -100,4 +100,4 @@ def may_draw(logits: NDArray[np.float32], choice: Sampling, position: int, token
     if not reference.kept(logits, choice, SLACK)[token]:
         return False
     scores, sure = reference.scores(logits, choice, position), reference.kept(logits, choice, -SLACK)
-    return bool(scores[token] + SCORE_ERROR >= scores[sure].max())
+    return bool(scores[token] + SCORE_ERROR >= scores[sure].max(initial=-np.inf))

@@ -1024,7 +1024,7 @@ PLAN = [
             "together",
         ),
         ("the query norm takes rms_norm_eps", "x_stride=self.kv_a_stride, eps=LORA_NORM_EPS)", "x_stride=self.kv_a_stride)", "together"),
-        ("the latent norm takes rms_norm_eps", "eps=LORA_NORM_EPS, interleave", "eps=s.rms_norm_eps, interleave", "together"),
+        ("the latent norm takes rms_norm_eps", "eps=LORA_NORM_EPS, interleave", "eps=s.rms_norm_eps, interleave", "numbers"),
         ("RoPE of the wrong columns", "kv_a_offset=s.q_lora_rank or 0", "kv_a_offset=0", "together"),
         ("heads' q_nope one after another", "x_batch_stride=s.qk_head_dim", "x_batch_stride=s.qk_nope_head_dim", "together"),
         ("the experts' down reads token rows", "hidden, width, 1, False", "hidden, width, s.num_experts_per_tok, False", "together"),

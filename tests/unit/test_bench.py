@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import kdgen.bench_parts
 import kdgen.bench_ranks
 import kdgen.bench_timing
 import kdgen.cli.bench
-from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Source, Work
+from kdgen.backends.base import AllGather, Backend, DeviceArray, Mailbox, Replay, Source, Work
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu
 from kdgen.bench import BenchReport, KernelTime, StepTime
@@ -124,7 +125,7 @@ def test_ranks_beside_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     jobs: list[tuple[list[str], int]] = []
 
     def run(command: Sequence[str], ranks: int, _: object, output: IO[bytes], errors: IO[bytes]) -> int:
-        jobs.append((list(command[3:]), ranks))
+        jobs.append((list(command[4:]), ranks))
         if "gather" in command:
             errors.write(b"kdgen: error: pip install 'kdgen[multi]'\n")
             return 2
@@ -161,8 +162,17 @@ def test_ranks_beside_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_times_its_part(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers stand among the kernels."""
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (gpu, Shard(2, 0, "gather")))
-    monkeypatch.setattr(FakeGpu, "gather", lambda self, work: None)
-    report = json.loads(bench("--nodes", "1", "--json").stdout)
+
+    def twice(self: FakeGpu, work: AllGather) -> None:
+        """The other rank has what this one has, so that all that is gathered are numbers."""
+        source, target = (pointer.array.address + pointer.offset for pointer in (work.source, work.target))
+        for rank in range(2):
+            ctypes.memmove(target + rank * work.nbytes, source, work.nbytes)
+
+    monkeypatch.setattr(FakeGpu, "gather", twice)
+    result = bench("--nodes", "1", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
     kernels = {kernel["kernel"]: kernel for kernel in report["steps"][0]["kernels"]}
     layers = load_spec("tiny-dflash").num_hidden_layers
     assert kernels["gather_attention"]["launches"] == layers and kernels["gather_mlp"]["launches"] == layers + 1

@@ -176,9 +176,9 @@ def test_without_a_drafter(cpu_backend: Backend) -> None:
 
 
 def test_a_drafter_that_gives_no_numbers_proposes_nothing(cpu_backend: Backend) -> None:
-    """Damaged weights cost acceptance and nothing else."""
+    """Weights that are finite and make numbers beyond float32 cost acceptance and nothing else."""
     weights = random_weights(SPEC, 11)
-    broken = {"norm.weight": np.full(SPEC.hidden_size, np.nan, np.float32)}
+    broken = {"norm.weight": np.full(SPEC.hidden_size, 3e38, np.float32)}
     plan = build_plan(SPEC, "f32", Limits(max_context=80))
     engine = Engine(SPEC, plan, cpu_backend, lambda key: broken[key] if key in broken else weights[key])
     plain = decode_plain(engine, [1, 2, 3], 5)
