@@ -77,7 +77,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command and turn what it raises into the exit codes above."""
-        from kdgen.cli.output import name_stdout, printable, take_any_character  # not for --help
+        from kdgen.cli.output import name_stdout, printable, printable_lines, take_any_character  # not for --help
 
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed before the start
@@ -105,7 +105,7 @@ class LazyGroup(click.Group):
                 _tell_rank_0(str(error))
             else:
                 # names in files may hold what a terminal would obey
-                text = "\n".join(printable(line.expandtabs()) for line in str(error).split("\n"))
+                text = printable_lines(str(error).expandtabs())
                 click.echo(f"kdgen: error: {text}", err=True)
             ctx.exit(2)
         except KeyboardInterrupt:

@@ -150,11 +150,8 @@ def byte_progress(before: str, during: str) -> Iterator[Callable[[int, int], Non
 @contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """What is being done, on stderr, while the block runs; call the value to say something else. Silent without a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with console(sys.stderr).status("") as line:
-        yield lambda doing: line.update(printable(doing))
+    with log() as (doing, _):
+        yield doing
 
 
 @contextlib.contextmanager
