@@ -44,6 +44,7 @@ SHARED_LIMIT = 227 << 10  # dynamic shared memory a block may have, in bytes
 MAX_BLOCK = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 PATIENCE_MS = int(EXCHANGE_SECONDS * 1000)  # how long a block may wait for other ranks' words
+ALONE_MS = 2000  # and for words that nobody else can send, where no rank has joined
 SLICE_MS = 50  # how long a launch may go on before Ctrl-C is looked at
 MAX_OS_THREADS = 32
 
@@ -290,7 +291,7 @@ class CpuBackend(Backend):
             flags=_FLAGS[self.mode] | (_OVERLAPS if loaded.source.overlaps else 0),
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,
             slice_ms=SLICE_MS,
-            patience_ms=PATIENCE_MS,
+            patience_ms=ALONE_MS if self.group is None else PATIENCE_MS,
             early=loaded.early,
         )
         runtime = self._runtime

@@ -1,4 +1,5 @@
-"""The ranks' inboxes as one process sees them that runs a kernel as rank 1: all in its own memory, the others' words there before."""
+"""The ranks' inboxes: as one process sees them that runs a kernel as rank 1, all in its own memory, the others' words there before; and as
+a rank finds its own behind many steps."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
+from kdgen.engine import Engine
 from kdgen.verify.bench import SURPLUS_ROWS, Bench
 
 Array = NDArray[Any]
@@ -71,3 +73,20 @@ class Inboxes:
             self._bench.findings.equal(f"inbox of rank {rank}", got, expected)
         self._bench.findings.equal("rounds", self._bench.read(self._given), self._rounds)
         return values
+
+
+def words_out_of_place(engine: Engine) -> str:
+    """What is wrong with the words that a rank's steps, whatever their rows, have left in its inboxes; empty when nothing is.
+
+    A word of a row's round lies in that round's turn and in that row. One that lies elsewhere may be taken for another row's, or
+    overwritten before it is read, depending on which rank is faster.
+    """
+    for inbox in (each for each in engine.plan.buffers if each.role == "inbox"):
+        rounds = engine.read(inbox.name)[..., 1]  # [turn, from rank, rows, width]
+        last = engine.read(inbox.name.replace("inbox", "rounds")).max(axis=1)
+        turn = np.arange(2).reshape(2, 1, 1, 1)
+        if not rounds.any():
+            return f"no word has come into {inbox.name}"
+        if wrong := int(((rounds != 0) & ((rounds % 2 != turn) | (rounds > last[:, None]))).sum()):
+            return f"{wrong} words in {inbox.name} lie where no round of their row and turn has them"
+    return ""

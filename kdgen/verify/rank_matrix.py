@@ -41,9 +41,10 @@ from kdgen.ranks import joined, place_in
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.render import render
 from kdgen.rounds import Rounds
-from kdgen.sampling import Sampling
+from kdgen.sampling import GREEDY, Sampling
 from kdgen.spec import Spec, load_spec
 from kdgen.verify import tolerances
+from kdgen.verify.inboxes import words_out_of_place
 from kdgen.verify.joins import CHECKS
 from kdgen.verify.lockstep import Team
 from kdgen.verify.published import reference_of
@@ -185,9 +186,10 @@ def observe(engine: Engine) -> Observed:
     got = decode_rounds(rounds, prompt, NEW_TOKENS, lambda _: FixedBudget(BUDGET), chunk=9, ahead=1)
     if got.tokens != plain.tokens or differing_bits(engine.cache_rows(), cache):
         problem = problem or "rounds give other tokens or cache rows than plain decoding (L1, L2)"
-    problem = problem or _in_company(engine, truth, logits, cache)
+    problem = problem or _in_company(engine, GREEDY, truth, logits, cache)
     drawn = decode_plain(recorder, prompt, NEW_TOKENS, chunk=8, sampling=SAMPLING)
     drawn_logits, drawn_cache = np.stack(recorder.logits), recorder.cache_rows()
+    problem = problem or _in_company(engine, SAMPLING, (*prompt, *drawn.tokens), drawn_logits, drawn_cache)
     half = ReplayDrafter((*prompt, *drawn.tokens), engine.spec.vocab_size, 0.5)
     again = decode_tree(recorder, prompt, NEW_TOKENS, half, 15, 8, sampling=SAMPLING)
     problem = problem or _other_rows(recorder, drawn_logits, drawn_cache, "sampled, with trees (L5)")
@@ -197,16 +199,18 @@ def observe(engine: Engine) -> Observed:
     return Observed(logits, cache, plain.tokens, drawn.tokens, drawn_logits, features, drafts, candidates, problem)
 
 
-def _in_company(engine: Engine, truth: Sequence[int], logits: Array, cache: Array) -> str:
-    """Steps with another sequence, of which this one stands second."""
-    for sequence in (0, 1):
-        engine.reset(sequence)
-    engine.prefill_many([(0, truth[7:12]), (1, truth[:PROMPT_TOKENS])])
+def _in_company(engine: Engine, sampling: Sampling, truth: Sequence[int], logits: Array, cache: Array) -> str:
+    """Steps with another sequence, whose tokens are not drawn; this one, whose tokens are chosen as ``sampling`` says, stands second."""
+    for sequence, chosen in enumerate((GREEDY, sampling)):
+        engine.reset(sequence, chosen)
+    _, token = engine.prefill_many([(0, truth[7:12]), (1, truth[:PROMPT_TOKENS])])
     for place in range(2):
         got, expected = engine.logits(2)[1], logits[PROMPT_TOKENS - 1 + place]
         if differing_bits(got, expected):
             return f"row {PROMPT_TOKENS - 1 + place} has other logits than alone (L4)"
-        engine.decode_many([0, 1])
+        if token != truth[PROMPT_TOKENS + place]:
+            return f"token {place} is {token}, beside another sequence, instead of {truth[PROMPT_TOKENS + place]} (L4)"
+        _, token = engine.decode_many([0, 1])
     return "" if not differing_bits(engine.cache_rows(1), cache[:, : engine.length(1)]) else "other cache rows than alone (L4)"
 
 
@@ -321,8 +325,8 @@ def run_rank(jobs: Sequence[tuple[dict[str, Any], Compute, bool, Exchange]]) -> 
         for values, compute, ties, exchange in jobs:
             case = Case(Spec.from_mapping(values), compute, shard.ranks, ties)
             plan = build_plan(case.spec, compute, LIMITS, replace(shard, exchange=exchange))
-            seen = observe(Engine(case.spec, plan, backend, case.weights().__getitem__))
-            found.append((seen.digests(), seen.problem))
+            seen = observe(engine := Engine(case.spec, plan, backend, case.weights().__getitem__))
+            found.append((seen.digests(), seen.problem or words_out_of_place(engine)))
         if group is None:
             return [[each] for each in found]
         everybody = [json.loads(each) for each in group.exchange(json.dumps(found).encode())]

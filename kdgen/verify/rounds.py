@@ -6,6 +6,7 @@ bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and rec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.batch import Request, decode_together
+from kdgen.batch import Batch, Finished, Request
 from kdgen.budget import AutoBudget, FixedBudget
 from kdgen.decode import Decoded, Decoder, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.demo.prompts import read_prompts
 from kdgen.drafters.base import BlockDraft, Candidates, Drafter, DraftLogits
 from kdgen.drafters.dflash import DFlashDrafter
+from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, ReplayDrafter
 from kdgen.engine import Engine
 from kdgen.errors import BackendError
@@ -51,7 +53,7 @@ from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.verify.report import Check, Status
 from kdgen.verify.sampling import may_draw
 from kdgen.verify.variants import variants
-from kdgen.verify.watched import WatchedBackend, seconds_of
+from kdgen.verify.watched import SLOWER, WatchedBackend, seconds_of
 from kdgen.weights.pack import CheckpointWeights
 from kdgen.weights.random import random_weights
 
@@ -360,7 +362,8 @@ def _kept(situation: Situation) -> tuple[str, str]:
 
 
 def _costs(situation: Situation, draft: bool) -> dict[int, float]:
-    """What the made-up clock must show for each of ``BUDGETS`` behind the first prompt: of rounds, or of steps without a ``draft``."""
+    """Seconds for each of ``BUDGETS`` behind the first prompt, of rounds, or of steps without a ``draft``: what the made-up clock must show
+    of the rank by which all go."""
     engine, length, rows = situation.engine, len(situation.subject.prompts[0]), situation.size
 
     def seconds(budget: int) -> int:
@@ -368,7 +371,7 @@ def _costs(situation: Situation, draft: bool) -> dict[int, float]:
         works = [engine.work("verify", budget + 1, keys) if budget else engine.work("decode", 1, keys)]
         return sum(map(seconds_of, [*works, *([engine.work("draft", rows, keys)] if draft and budget else [])]))
 
-    return {budget: float(seconds(budget)) for budget in BUDGETS}
+    return {budget: float(SLOWER * seconds(budget)) for budget in BUDGETS}
 
 
 def _measured(situation: Situation) -> tuple[str, str]:
@@ -395,7 +398,7 @@ def _measured(situation: Situation) -> tuple[str, str]:
                 return f"measuring {what} begins or ends with {wrong[0]} committed tokens and the root {wrong[1]} instead of {state}", ""
     finally:
         backend.before = lambda: None
-    return "", "seconds of rounds and steps are the clock's; nothing that was measured is left committed"
+    return "", "seconds of rounds and steps are those of the rank by which all go; nothing that was measured is left committed"
 
 
 def _state(engine: Engine) -> tuple[list[int], list[int]]:
@@ -455,7 +458,7 @@ def _steps(situation: Situation) -> tuple[str, str]:
 
 
 def _together(situation: Situation) -> tuple[str, str]:
-    """Requests of a batch take the forwards that each takes alone."""
+    """Requests of a batch take the forwards that each takes alone, and prompts that are not cut fill whole steps."""
     (first, second), size = situation.greedy, situation.size
     vocab, stop = situation.engine.spec.vocab_size, frozenset(first.truth()[NEW_TOKENS // 2 :][:1])
     device, never = DFlashDrafter(size), frozenset[int]()
@@ -467,21 +470,37 @@ def _together(situation: Situation) -> tuple[str, str]:
         ((second, device, second.host, 7, never), (first, device, first.host, 15, never)),
         ((first, deep, deep, 15, never), (first, device, first.host, 31, stop), (first, None, None, 0, stop)),
     )
-    for asked in groups:
-        requests, wanted = [], []
+    for number, asked in enumerate(groups):
+        requests, wanted, chunk, room = [], [], 40 if number % 2 else 0, situation.engine.plan.limits.max_tokens
         for prepared, drafter, host, budget, stops in asked:
             course, truth = prepared.course, to_stop(prepared.truth(), stops)
             rows = 5 if drafter is deep else size
-            requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, 40, drafter, budget, rows))
+            requests.append(Request(course.prompt, NEW_TOKENS, stops, GREEDY, chunk, drafter, budget, rows))
             steps = tree_steps(course.prompt, prepared.truth(), host, FixedBudget(budget), rows, stops) if host else None
             wanted.append((truth, len(steps.accepted) if steps else len(truth) - 1))
-        for each, found, (tokens, forwards) in zip(asked, decode_together(situation.engine, requests), wanted, strict=True):
+        results, taken = _steps_together(situation.engine, requests)
+        for each, found, (tokens, forwards) in zip(asked, results, wanted, strict=True):
             who = f"a request with {each[1].name if each[1] else 'no'} drafter, budget {each[3]}"
             if found.tokens != tokens:
                 return f"{who}: tokens {found.tokens} instead of {tokens}", ""
             if found.forwards != forwards:
                 return f"{who}: {found.forwards} forwards instead of {forwards}, though its tokens are right", ""
-    return "", f"{sum(map(len, groups))} requests, three at a time: each takes the forwards that it takes alone"
+        ends = itertools.accumulate(len(request.prompt) for request in requests)  # a prompt begins in the step in which the last one ends
+        needed = max(-(-end // room) + forwards for end, (_, forwards) in zip(ends, wanted, strict=True))
+        if not chunk and taken != needed:
+            return f"{len(asked)} requests whose prompts are not cut: {taken} steps instead of {needed}", ""
+    return "", f"{sum(map(len, groups))} requests, three at a time: each takes the forwards that it takes alone, and prompts fill steps"
+
+
+def _steps_together(engine: Engine, requests: Sequence[Request]) -> tuple[list[Finished], int]:
+    """The requests' results, in their order, and the steps of the batch that they take."""
+    batch, found, steps = Batch(engine), list[Finished](), 0
+    for request in requests:
+        batch.add(request)
+    while not batch.idle:
+        found += batch.step()
+        steps += 1
+    return sorted(found, key=lambda each: each.number), steps
 
 
 def _seeds(situation: Situation) -> tuple[str, str]:
@@ -559,6 +578,34 @@ def automatic_budgets() -> Check:
     )
 
 
+#: Contexts, and what prompt lookup must propose: of each depth tokens with their shares of 9/10, best first. The longest suffix that stands
+#: earlier counts alone, though shorter ones stand later; of its places the last has a vote, the one before half a vote, a third, ….
+LOOKED_UP: tuple[tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]], ...] = (
+    ((1, 2, 3, 7, 5, 3, 8, 1, 2, 3), (((7, 1.0),), ((5, 1.0),))),
+    ((1, 4, 1, 5, 1, 6, 1), (((6, 6 / 11), (5, 3 / 11), (4, 2 / 11)), ((1, 1.0),), ((6, 3 / 5), (5, 2 / 5)))),
+    ((2, 9, 2, 6, 2, 9, 2), (((6, 1.0),), ((2, 1.0),), ((9, 1.0),))),
+    ((1, 2, 3), ()),
+)
+
+
+def prompt_lookup() -> Check:
+    """What prompt lookup proposes: a drafter that proposes less is exact all the same, and no other check knows what it should."""
+    began, problems = perf_counter(), []
+    for context, wanted in LOOKED_UP:
+        found = NgramDrafter().propose(context, max(1, len(wanted)))
+        shares = [np.exp(row) / 0.9 for row in found.log_probs]
+        got = [[(int(t), s) for t, s in zip(row, of, strict=True) if s] for row, of in zip(found.tokens, shares, strict=True)]
+        same = [[t for t, _ in row] for row in got] == [[t for t, _ in row] for row in wanted]
+        if not same or not np.allclose([s for row in got for _, s in row], [s for row in wanted for _, s in row], rtol=0, atol=1e-6):
+            problems.append(f"behind {context}: {got} instead of {wanted}")
+    status: Status = "failed" if problems else "ok"
+    detail = "" if problems else "the longest suffix that stands earlier, and the last of its places first"
+    return Check(
+        "any model", "f32", "rounds", "what prompt lookup proposes", "host", status, detail=detail, why="; ".join(problems),
+        seconds=perf_counter() - began,
+    )  # fmt: skip
+
+
 SMALL_CHECKS: tuple[tuple[str, Try], ...] = (
     ("drafts that are accepted", _drafts),
     ("budgets in turn, started ahead of results", _in_turn),
@@ -576,8 +623,9 @@ SHIPPED_CHECKS = tuple(each for each in SMALL_CHECKS if each[1] in (_drafts, _in
 
 
 def check_small_rounds(backend: Backend, say: Callable[[str], None]) -> Iterator[Check]:
-    """Requests of every kind on a small model, and the automatic choice of budgets on none."""
+    """Requests of every kind on a small model, and on none prompt lookup and the automatic choice of budgets."""
     say("rounds of every kind")
+    yield prompt_lookup()
     yield automatic_budgets()
     yield from check_rounds(backend, small(), SMALL_CHECKS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kdgen.plan.kernels import unsent
 from kdgen.render import Rendered
 
 _ATOMIC = re.compile(r"\batomic[A-Z]\w*\s*\(")
@@ -12,11 +13,21 @@ _FAST = re.compile(r"\b__(?:exp|exp10|log|log2|log10|sin|cos|tan|pow|fdividef|fr
 
 
 def text_problems(kernels: Sequence[Rendered]) -> list[str]:
-    """Sums have an order, so nothing is added atomically. One formula has one rounding, so no fast function replaces an exact one."""
+    """Sums have an order, so nothing is added atomically. One formula has one rounding, so no fast function replaces an exact one.
+
+    A kernel that sends lets the next one begin once it has waited itself: the next one takes what lies before both for done.
+    """
     found = []
     for rendered in kernels:
         code = re.sub(r"//.*", "", rendered.text)
         for rule, pattern in (("atomic operation", _ATOMIC), ("inexact function", _FAST)):
             if used := pattern.search(code):
                 found.append(f"{rendered.kernel.name} uses the {rule} {used[0].rstrip('( ')}")
+        if rendered.kernel.name != unsent(rendered.kernel.name) and not _waits_first(code):
+            found.append(f"{rendered.kernel.name} sends, and lets the next kernel begin before it has waited for the previous one")
     return found
+
+
+def _waits_first(code: str) -> bool:
+    waits, allows = code.find("wait_for_previous_kernel();"), code.find("allow_next_kernel();")
+    return 0 <= waits < allows and "begin_after_previous_kernel();" not in code

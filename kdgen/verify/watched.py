@@ -18,6 +18,8 @@ from kdgen.plan.shard import Exchange
 from kdgen.ranks import Group
 
 COLD, PACE = 1000, (3, 1, 2)
+#: How many times as long another rank takes, by whose seconds all ranks go.
+SLOWER = 4
 #: Keys by which contexts of recorded units differ: fewer than a split has, so that decodes of a few tokens need several units.
 CONTEXT_STEP = 16
 
@@ -63,6 +65,10 @@ class WatchedBackend(Backend):
     def recorded_context(self, context: int) -> int:
         return self.inner.recorded_context(-(-context // CONTEXT_STEP) * CONTEXT_STEP)
 
+    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """Those of a rank that is slower, as if there were one: whoever goes by its own seconds shows."""
+        return {budget: SLOWER * each for budget, each in self.inner.agreed(seconds).items()}
+
     # ---- the rest, unchanged --------------------------------------------------------------------------------------------
 
     def load(self, sources: Sequence[Source]) -> None:
@@ -91,9 +97,6 @@ class WatchedBackend(Backend):
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
         return self.inner.inbox(shape, dtype)
-
-    def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        return self.inner.agreed(seconds)
 
     def gather(self, work: AllGather) -> None:
         self.inner.gather(work)

@@ -110,7 +110,7 @@ ORDER = [
     *seen_by(
         "order",
         "templates/kernels/linear_f32.cu.j2",
-        ("programs",),
+        ("ranks by peer, kernels",),
         (
             "a sender lets the next kernel go on before it waits",
             "  wait_for_previous_kernel();\n  allow_next_kernel();  // not before",
@@ -171,10 +171,10 @@ ORDER = [
             '(*_of_group(spec, mode, limits, group, "count row_position"), *parts)',
             '(*_buffers("num_tokens row_position"), *parts)',
         ),
-        (
-            "the last norm takes more rows than have logits",
+        (  # in place of num_tokens for num_logits, which changes nothing: a prefill's launch has a block for each row of logits alone
+            "the last norm takes rows by the positions of their tokens",
             '_buffers("num_logits logit_row residual")',
-            '_buffers("num_tokens logit_row residual")',
+            '_buffers("num_logits logit_position residual")',
         ),
         (
             "sequences and positions of the logits' rows are exchanged",
@@ -201,7 +201,7 @@ WORSE = [
     *seen_by(
         "worse",
         "kdgen/drafters/ngram.py",
-        ("tiny f32, decodes", "rounds of"),
+        ("rounds of every kind",),
         (
             "the shortest suffix first",
             "range(min(self.longest, len(tokens) - 1), 0, -1)",
@@ -212,7 +212,7 @@ WORSE = [
     *seen_by(
         "worse",
         "kdgen/drafters/base.py",
-        ("tiny f32, decodes", "rounds of"),
+        ("rounds of every kind",),
         ("candidates by id", "key=lambda pair: (-pair[1], pair[0])", "key=lambda pair: pair[0]"),
     ),
     *seen_by(

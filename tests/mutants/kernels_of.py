@@ -32,7 +32,7 @@ def first_failure(template: str) -> Check | None:
     full_sized = [own for group in full_size.groups() if (own := group.of(template)).plan.kernels]
     for task in run.tasks(open_backend("cpu"), specs, plans, others, full_sized):
         for check in task.make(lambda _: None):
-            if check.part not in ("kernel", "tables", "trees", "checker", "primitives"):
+            if check.part not in ("kernel", "tables", "numbers", "trees", "checker", "primitives"):
                 return None
             if check.status == "failed":
                 return check

@@ -81,7 +81,7 @@ SIZES = [
     *seen_by(
         "sizes",
         "templates/kernels/tree_build.cu.j2",
-        ("tiny f32, requests together",),
+        ("tiny f32, kernels under the checker",),
         ("room for one open candidate a node", "MAX_OPEN = 2 * MAX_NODES;", "MAX_OPEN = MAX_NODES;"),
     ),
     *seen_by(
@@ -89,6 +89,11 @@ SIZES = [
         "kdgen/weights/pack.py",
         ("tiny-int4 bf16, requests together", "tiny bf16, requests together", "tiny f32, requests together"),
         ("a part behind the first array begins anew", "offset += len(array)", "offset += len(part)"),
+    ),
+    *tested_by(
+        "sizes",
+        "kdgen/weights/pack.py",
+        "tests/unit/test_pack.py",
         ("high scales of later tiles are the first ones'", "= high_scales[at : at + count]", "= high_scales[:count]"),
     ),
 ]
@@ -159,7 +164,7 @@ RANKS = [
     *seen_by(
         "ranks",
         "kdgen/rounds.py",
-        ("2 ranks", "3 ranks", "4 ranks"),
+        ("rounds of every kind",),
         ("each rank goes by its own costs", "return self.engine.backend.agreed(self._costs)", "return self._costs"),
     ),
 ]

@@ -629,7 +629,9 @@ def test_line_table_of_something_else(tmp_path: Path) -> None:
 
 
 def test_a_word_that_never_comes_ends_the_launch(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "PATIENCE_MS", 50)
+    """Soon, where there is no other rank that could send it."""
+    assert cpu.ALONE_MS < cpu.PATIENCE_MS / 100
+    monkeypatch.setattr(cpu, "ALONE_MS", 50)
     backend.load([source("waits", "  u32 word;\n  while (!word_is_there(from, 1, word)) {\n  }", "const u64* from")])
     words = backend.to_device(np.zeros(2, np.int32), "i32")
     with pytest.raises(BackendError, match="has waited for another rank's word for 0 s"):

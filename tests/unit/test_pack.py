@@ -123,11 +123,12 @@ def test_k_major(batch: int, rows: int, cols: int) -> None:
     np.testing.assert_array_equal(pack_k_major(matrix), matrix.transpose(0, 2, 1).reshape(-1))
 
 
-def test_several_cache_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache_bytes", [2**11, 2**13])  # 5 and 21 INT4 tiles at a time of 13, and 1 and 2 bf16 ones of 26
+def test_several_cache_blocks(cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 200, 96)).astype(np.uint16)
     q, scales = draw_int4(0, 200, 96, 32)
     whole = pack_mma_a(bits.view(BF16)), pack_int4_mma_a(published(q), scales.view(BF16), 32)
-    monkeypatch.setattr(pack, "_CACHE_BYTES", 2**13)
+    monkeypatch.setattr(pack, "_CACHE_BYTES", cache_bytes)
     assert pack_mma_a(bits.view(BF16)).tobytes() == whole[0].tobytes()
     assert pack_int4_mma_a(published(q), scales.view(BF16), 32).tobytes() == whole[1].tobytes()
 

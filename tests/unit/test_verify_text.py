@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kdgen.plan.build import build_plan
+from kdgen.plan.kernels import SENT
+from kdgen.plan.shard import Shard
 from kdgen.render import Rendered, render
 from kdgen.spec import load_spec
 from kdgen.verify.text import text_problems
@@ -24,6 +26,18 @@ def test_broken_rules_are_found(right: str, wrong: str, said: str) -> None:
     assert right in RMSNORM.text and text_problems([RMSNORM]) == []
     (problem,) = text_problems([Rendered(RMSNORM.kernel, RMSNORM.text.replace(right, wrong, 1))])
     assert problem.startswith("rmsnorm_hidden") and said in problem
+
+
+def test_a_sender_waits_before_it_lets_the_next_kernel_begin() -> None:
+    """Every kernel that sends, by what each of its template's variants has."""
+    plans = [build_plan(load_spec("tiny"), compute, shard=Shard(2, 1, "peer")) for compute in ("f32", "bf16")]
+    senders = [each for plan in plans for each in render(plan) if each.kernel.name.endswith(SENT)]
+    assert {each.kernel.template for each in senders} >= {"linear_f32.cu.j2", "linear_mma.cu.j2", "moe_combine.cu.j2", "embed.cu.j2"}
+    assert text_problems(senders) == []
+    for each in senders:
+        early = each.text.replace("  wait_for_previous_kernel();", "  allow_next_kernel();\n  wait_for_previous_kernel();", 1)
+        (problem,) = text_problems([Rendered(each.kernel, early)])
+        assert problem.startswith(f"{each.kernel.name} sends, and lets the next kernel begin before")
 
 
 def test_comments_break_no_rule() -> None:
