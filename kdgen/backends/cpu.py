@@ -619,7 +619,7 @@ def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
         key,
         text,
         compiler=compiler,
-        flags=("-O2", f"-I{root}"),
+        flags=("-O3", f"-I{root}"),
         options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
         what="the CPU backend's runtime",
     )

@@ -229,6 +229,24 @@ BUGS = {
 """,
         "misaligned: access at an address that is 4 more than a multiple of 8",
     ),
+    "misaligned_vector_written": Case(
+        """
+  if (t < 4) reinterpret_cast<uint4*>(out + 2)[t] = make_uint4(t, t, t, t);  // BUG
+""",
+        "misaligned: access at an address that is 8 more than a multiple of 16",
+    ),
+    "misaligned_vector_in_shared_memory": Case(
+        """
+  SHARED_ARRAY(int, s, [THREADS + 4]);
+  s[t] = in[t];
+  __syncthreads();
+  if (t < 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(s + 4 * t + 3);  // BUG
+    out[t] = (int)(v.x + v.y + v.z + v.w);
+  }
+""",
+        "misaligned: access at an address that is 12 more than a multiple of 16",
+    ),
     "misaligned_copy": Case(
         """
   SHARED_ARRAY(uint4, s, [4]);

@@ -48,35 +48,43 @@ struct EmuMma {
 // fragments: lane l holds rows l/4 and l/4 + 8 of a and d, column l/4 of b, and of k the pairs 2*(l%4) and 2*(l%4) + 8
 EMU_UNCHECKED static void emu_mma_step(EmuWarp* warp, unsigned, int) {
   typedef float Row __attribute__((vector_size(32), aligned(32)));
+  typedef u32 Pairs __attribute__((vector_size(32), aligned(32)));
   EmuMma* const* lanes = reinterpret_cast<EmuMma**>(warp->operand);
-  alignas(32) float a[16][16], b[16][8], d[16][8];
+  alignas(32) u32 a[16][8], b[8][8];  // pairs of k
+  alignas(32) float d[16][8], even[16][8], odd[16][8];
   for (int l = 0; l < 32; ++l) {
-    const int g = l >> 2, t = (l & 3) * 2;
+    const int g = l >> 2, t = l & 3;
     const EmuMma& m = *lanes[l];
-    for (int half = 0; half < 2; ++half) {
-      const int k = t + half * 8;
-      a[g][k] = bf16x2_lo(m.a[2 * half]);
-      a[g][k + 1] = bf16x2_hi(m.a[2 * half]);
-      a[g + 8][k] = bf16x2_lo(m.a[2 * half + 1]);
-      a[g + 8][k + 1] = bf16x2_hi(m.a[2 * half + 1]);
-      b[k][g] = bf16x2_lo(m.b[half]);
-      b[k + 1][g] = bf16x2_hi(m.b[half]);
-      d[g + 8 * half][t] = m.d[2 * half];
-      d[g + 8 * half][t + 1] = m.d[2 * half + 1];
-    }
+    a[g][t] = m.a[0];
+    a[g + 8][t] = m.a[1];
+    a[g][t + 4] = m.a[2];
+    a[g + 8][t + 4] = m.a[3];
+    b[t][g] = m.b[0];
+    b[t + 4][g] = m.b[1];
+    __builtin_memcpy(&d[g][2 * t], m.d, 8);
+    __builtin_memcpy(&d[g + 8][2 * t], m.d + 2, 8);
   }
   for (int row = 0; row < 16; ++row) {
-    Row sum = *reinterpret_cast<const Row*>(d[row]);
-    for (int k = 0; k < 16; ++k) sum += a[row][k] * *reinterpret_cast<const Row*>(b[k]);
-    *reinterpret_cast<Row*>(d[row]) = sum;
+    const Pairs pairs = *reinterpret_cast<const Pairs*>(a[row]);
+    *reinterpret_cast<Pairs*>(even[row]) = pairs << 16;
+    *reinterpret_cast<Pairs*>(odd[row]) = pairs & 0xffff0000u;
+  }
+  for (int first = 0; first < 16; first += 8) {  // eight rows at a time, whose sums do not wait for one another
+    Row* const rows = reinterpret_cast<Row*>(d[first]);
+    Row r0 = rows[0], r1 = rows[1], r2 = rows[2], r3 = rows[3], r4 = rows[4], r5 = rows[5], r6 = rows[6], r7 = rows[7];
+    for (int k = 0; k < 16; ++k) {
+      const Pairs pairs = *reinterpret_cast<const Pairs*>(b[k / 2]), bits = k & 1 ? pairs & 0xffff0000u : pairs << 16;
+      const Row column = (Row)bits;
+      const float(*const of)[8] = (k & 1 ? odd : even) + first;
+      r0 += of[0][k / 2] * column, r1 += of[1][k / 2] * column, r2 += of[2][k / 2] * column, r3 += of[3][k / 2] * column;
+      r4 += of[4][k / 2] * column, r5 += of[5][k / 2] * column, r6 += of[6][k / 2] * column, r7 += of[7][k / 2] * column;
+    }
+    rows[0] = r0, rows[1] = r1, rows[2] = r2, rows[3] = r3, rows[4] = r4, rows[5] = r5, rows[6] = r6, rows[7] = r7;
   }
   for (int l = 0; l < 32; ++l) {
-    const int g = l >> 2, t = (l & 3) * 2;
-    float* out = lanes[l]->d;
-    out[0] = d[g][t];
-    out[1] = d[g][t + 1];
-    out[2] = d[g + 8][t];
-    out[3] = d[g + 8][t + 1];
+    const int g = l >> 2, t = l & 3;
+    __builtin_memcpy(lanes[l]->d, &d[g][2 * t], 8);
+    __builtin_memcpy(lanes[l]->d + 2, &d[g + 8][2 * t], 8);
   }
 }
 static inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], EMU_HERE) {

@@ -43,7 +43,8 @@ EMU_API void* __tsan_memset(void* p, int value, size_t bytes) {
   return memset(p, value, bytes);
 }
 
-// -fsanitize=alignment calls this, with where and what in the source, before it uses a pointer that is not aligned for its type.
+// -fsanitize=alignment, which Clang's kernels have, calls this before a pointer is used that is not aligned for its type: Clang may take
+// such an access apart before it calls the checker, which looks at the address of each (check in checker.h).
 struct UbsanTypeMismatch {
   const char* file;
   uint32_t line, column;
