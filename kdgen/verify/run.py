@@ -345,8 +345,8 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
 
 
 def _run_whole(others: Plans) -> list[tuple[Spec, Plan]]:
-    """``others`` but the plans for all targets of models that are here for some targets' plans, which have most kernels of their own: what is
-    left of theirs, and its templates, other models have."""
+    """``others``, of which models that are here for the plans of some targets run these alone: the templates of their plans for all targets
+    are run by other models, in both types."""
     made_for_some = {spec.name for spec, plan in others if plan.family != "generic"}
     return [(spec, plan) for spec, plan in others if plan.family != "generic" or spec.name not in made_for_some]
 
@@ -705,8 +705,8 @@ def _case_of(spec: Spec) -> ModelCase | None:
 
 
 def _other_oracles(specs: Sequence[Spec]) -> Iterator[tuple[ModelCase, Spec]]:
-    """Oracle cases that are no shipped specs: other structures, decoded in fewer situations, in float32, which is held to the oracle element
-    by element. Variants with these structures have their bf16 kernels, programs and requests checked."""
+    """Oracle cases that are no shipped specs: other structures, decoded in fewer situations, and in float32, which is held to the oracle
+    element by element. Variants with these structures have their bf16 kernels, programs and requests checked."""
     seen = {spec.sha256 for spec in specs}
     for case in model_cases():
         spec = load_config(case.folder)
