@@ -6,6 +6,7 @@ alone costs half a second; a build served by the cache asks NVRTC for its versio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +103,10 @@ def compile_all(
     jobs: int | None = None,
     cache: Cache | None = None,
     on_done: Callable[[Cubin], None] | None = None,
+    compiling: Callable[[int], AbstractContextManager[object]] | None = None,
 ) -> list[Cubin]:
     """Every source for the arch it stands with, in the order given; ``on_done`` is called in this thread as each one is ready.
+    ``compiling`` is entered meanwhile, with the number of those that the cache does not have, unless it has all.
 
     Raises what compile_cubin raises; when several kernels fail, one CompileError tells of them all.
     """
@@ -113,7 +117,10 @@ def compile_all(
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     failures: dict[int, CompileError] = {}
     done: dict[int, Cubin] = {}
+    meanwhile = contextlib.ExitStack()
     try:
+        if compiling and (missing := sum(not _is_cached(source, targets_by_arch[arch], headers, cache) for source, arch in work)):
+            meanwhile.enter_context(compiling(missing))
         futures = {
             pool.submit(_compile, source, targets_by_arch[arch], include, headers, cache): i for i, (source, arch) in enumerate(work)
         }
@@ -128,6 +135,7 @@ def compile_all(
                     on_done(done[i])
     finally:
         pool.shutdown(cancel_futures=True)
+        meanwhile.close()
     if len(failures) == 1:
         raise next(iter(failures.values()))
     if failures:
@@ -190,9 +198,17 @@ def _headers_digest(include: Path) -> str:
     return digest(*parts)
 
 
+def _key(source: Source, target: Target, headers: str) -> str:
+    """Everything NVRTC sees, and which NVRTC it is. Not the include directory's path: its contents stand for it."""
+    return digest(f"schema {SCHEMA}", source.name, source.code, headers, repr(Flags()), nvrtc_version(), target.arch)
+
+
+def _is_cached(source: Source, target: Target, headers: str, cache: Cache | None) -> bool:
+    return cache is not None and cache.get("cubin", _key(source, target, headers), ".entry") is not None
+
+
 def _compile(source: Source, target: Target, include: Path, headers: str, cache: Cache | None) -> Cubin:
-    # Everything NVRTC sees, and which NVRTC it is. Not the include directory's path: its contents stand for it.
-    key = digest(f"schema {SCHEMA}", source.name, source.code, headers, repr(Flags()), nvrtc_version(), target.arch)
+    key = _key(source, target, headers)
     entry = cache.read("cubin", key, ".entry") if cache else None
     cached = entry is not None
     if entry is None:

@@ -398,6 +398,9 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
         value = c.get("eos_token_id") if c is not None else None
         if c is not None and value is not None and not eos:
             origins.note("eos_token_id", c.full("eos_token_id"))
+        if c is not None and not isinstance(value, list) and value is not None and type(value) is not int:
+            c.bad("eos_token_id", "must be a token id or a list of them")
+            continue
         eos += [token for token in (value if isinstance(value, list) else [value]) if token is not None and token not in eos]
     # An id outside the vocabulary can neither be given nor produced, so it is dropped rather than refused.
     out["eos_token_id"] = [token for token in eos if inside(token)]
@@ -444,7 +447,10 @@ def parse_config(text: str, name: str = "model", file: str = "config.json") -> S
     config = read_json(text, file)
     if config.get("model_type") in WRAPPERS:
         config.only(WRAPPER_HARMLESS | _WRAPPER_READ, "wrapper")
-        return _text(config.inside("text_config"), config, name)
+        inner = config.inside("text_config")
+        if not isinstance(config.get("text_config"), dict):  # nothing is to be said of what should be in it
+            raise SpecError(config.findings)
+        return _text(inner, config, name)
     return _text(config, None, name)
 
 

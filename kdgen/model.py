@@ -6,9 +6,11 @@ made-up weights.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -190,15 +192,18 @@ def open_engine(
     progress: Callable[[int, int], None] | None = None,
     group: Group | None = None,
     exchange: Exchange | None = None,
+    compiling: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Opened:
     """Plan, compile (through the cache) and load ``model``, or this rank's part of it where there is a ``group`` of them, by ``exchange``
-    or the best one that they have. ``progress`` is called with bytes of weights done and in all.
+    or the best one that they have. ``progress`` is called with bytes of weights done and in all,
+    ``compiling`` is entered while kernels compile (``Backend.compiling``).
 
     Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
     backend cannot run or memory is short, WeightError for damaged weights.
     """
     _need_compute(model, compute)
     opened, shard = open_shard(group, backend, seed, exchange)
+    opened.compiling = compiling
     limits = Limits(max_context=context)
     plan = build_plan(model.spec, compute or model.compute, limits, shard)
     if group is not None:

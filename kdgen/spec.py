@@ -6,6 +6,7 @@ model's ``config.json``; both refuse a file with everything that is wrong with i
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import json
@@ -63,6 +64,7 @@ def _ids(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+MAX_NAME = 64  #: characters
 #: Names that Windows reserves whatever their extension.
 _RESERVED = frozenset({"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))})
 
@@ -75,8 +77,8 @@ def is_reserved(name: str) -> bool:
 def _name(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", value):
         raise ValueError("must match [a-z0-9][a-z0-9_.-]*, for it names folders and generated files")
-    if len(value) > 64 or value.endswith(".") or is_reserved(value):
-        raise ValueError("is no portable folder name (at most 64 characters, no final dot, no device name)")
+    if len(value) > MAX_NAME or value.endswith(".") or is_reserved(value):
+        raise ValueError(f"is no portable folder name (at most {MAX_NAME} characters, no final dot, no device name)")
     return value
 
 
@@ -495,9 +497,13 @@ def load_spec(source: str | Path) -> Spec:
     Raises SpecError with every finding, each with file, key, value and reason.
     """
     path = Path(source)
-    if isinstance(source, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", source) and not path.is_file():
-        shipped = specs_dir() / f"{source.removesuffix('.yaml')}.yaml"
+    if isinstance(source, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source) and not path.is_file():
+        name = source.removesuffix(".yaml")
+        shipped = specs_dir() / f"{name}.yaml"
         if not shipped.is_file() and not path.exists():
-            raise _refuse(source, f"neither a file nor a shipped spec; shipped are {', '.join(shipped_specs())}")
+            names = shipped_specs()
+            close = difflib.get_close_matches(name[:MAX_NAME].lower(), names, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise _refuse(source, f"neither a file nor a shipped spec{hint}; shipped are {', '.join(names)}")
         path = shipped if shipped.is_file() else path  # a folder of that name may be what was generated from it
     return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)

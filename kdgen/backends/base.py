@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,6 +125,8 @@ class Backend(ABC):
 
     name: str
     description: str  #: the device in words, for reports
+    #: Entered, with "23 kernels for DEVICE", while ``load`` compiles what the cache does not have.
+    compiling: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
     group: Group | None = None  #: the ranks that this backend has joined
     family: Family = "generic"  #: whose plan an engine takes here
     #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
@@ -136,6 +140,10 @@ class Backend(ABC):
 
         Raises CompileError (kernel, template text, compiler log) or BackendError (no compiler, no driver).
         """
+
+    def compiling_kernels(self, count: int) -> AbstractContextManager[object]:
+        """What ``load`` enters while it compiles so many kernels."""
+        return self.compiling(f"{count} kernel{'s' if count > 1 else ''} for {self.description}")
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:

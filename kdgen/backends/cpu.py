@@ -16,7 +16,8 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -262,9 +263,9 @@ class CpuBackend(Backend):
             if not 0 <= source.smem <= SHARED_LIMIT:
                 raise CompileError(f"kernel {source.name}: {source.smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
         compiler = host_compiler.find()
-        runtime = _runtime(compiler)
+        paths = _kernel_libraries(compiler, sources, self.mode == "checker", self.compiling_kernels)
+        _runtime(compiler)  # which those are linked with
         loaded = {}
-        paths = _kernel_libraries(compiler, runtime, sources, self.mode == "checker")
         libraries = {path: _open_library(path) for path in dict.fromkeys(paths)}
         for source, path in zip(sources, paths, strict=True):
             entry = _Kernel.in_dll(libraries[path], f"emu_kernel_{source.name}")
@@ -642,8 +643,11 @@ def _unit(sources: Sequence[Source]) -> str:
     return "".join(parts)
 
 
-def _kernel_libraries(compiler: HostCompiler, runtime: _Runtime, sources: Sequence[Source], checker: bool) -> list[Path]:
-    """The library that has each kernel. Those that no library in the cache has are compiled together, into one.
+def _kernel_libraries(
+    compiler: HostCompiler, sources: Sequence[Source], checker: bool, compiling: Callable[[int], AbstractContextManager[object]]
+) -> list[Path]:
+    """The library that has each kernel. Those that no library in the cache has are compiled together, into one, while ``compiling`` their
+    number is entered.
 
     A plan for another context, or for a rank, has mostly the same kernels, and compiling takes longer than running them once.
     """
@@ -658,7 +662,8 @@ def _kernel_libraries(compiler: HostCompiler, runtime: _Runtime, sources: Sequen
     if not missing:
         return [path for path in found if path]
     new_key = _key("kernels", *built_with, _unit(missing))
-    new = _kernel_library(new_key, compiler, runtime, missing, (*flags, f"-I{root}"))
+    with compiling(len(missing)):
+        new = _kernel_library(new_key, compiler, _runtime(compiler), missing, (*flags, f"-I{root}"))
     for key, path in zip(keys, found, strict=True):
         if path is None:
             cache.put("cpu", key, _LIBRARY_OF, new_key.encode())

@@ -214,7 +214,8 @@ class CudaBackend(Backend):
     def load(self, sources: Sequence[Source]) -> None:
         from cuda.core import ObjectCode
 
-        cubins = compile_all(everywhere(sources, [self.arch]), templates_dir() / "lib" / "gpu", cache=self._cache)
+        include = templates_dir() / "lib" / "gpu"
+        cubins = compile_all(everywhere(sources, [self.arch]), include, cache=self._cache, compiling=self.compiling_kernels)
         self._clusters |= {source.name: decided.blocks_of_cluster(self.gpu.compute_capability, source.cluster) for source in sources}
         blocks = {source.name: source.block // self._clusters[source.name] for source in sources}
         for cubin in cubins:

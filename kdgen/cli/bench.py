@@ -15,7 +15,7 @@ from kdgen.bench_plot import plot
 from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
 from kdgen.build import write_whole
 from kdgen.cli.options import IntRange, plain
-from kdgen.cli.output import check_writable, emit_json, emit_table, status
+from kdgen.cli.output import check_writable, compile_note, emit_json, emit_table, status
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.engine import Engine
 from kdgen.errors import BackendError, KdgenError
@@ -121,6 +121,8 @@ def command(
         except BackendError:
             _need_gpu()
             raise
+        if group is None or group.rank == 0:
+            backend.compiling = compile_note
         plan = build_plan(model.spec, dtype, limits, shard)
         if group is not None:
             need_same_plan(group, plan)

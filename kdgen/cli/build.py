@@ -80,7 +80,7 @@ def _show_build(report: BuildReport) -> None:
     for folder in report.folders:
         _show_folder(folder, report.archs)
     kernels = report.compiled + report.cached
-    cached = f", {report.cached} of them from the cache (*: seconds when it was compiled)" if report.cached else ""
+    cached = f"; {report.cached} are marked *: compiled earlier, taken from the cache; s is what that took" if report.cached else ""
     click.echo(f"{kernels} kernels for {', '.join(report.archs)} with NVRTC {report.nvrtc} in {report.seconds:.1f} s{cached}")
 
 

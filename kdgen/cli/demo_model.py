@@ -12,7 +12,7 @@ import click
 from rich.text import Text
 
 from kdgen.cli.demo_random import note_on_times
-from kdgen.cli.output import console, emit_json, emit_table, status
+from kdgen.cli.output import compile_note, console, emit_json, emit_table, status
 from kdgen.cli.prompts import as_given, in_utf8, warn_of_room
 from kdgen.cli.streaming import Live, harmless, to_nowhere
 from kdgen.cli.tree_picture import Node, accepted, draw, guessed, last_tree
@@ -114,7 +114,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
     warn_of_room(context, len(prompt.tokens), given.max_new_tokens)
     with status() as say:
         say("generating and compiling kernels (kept for the next time)")
-        engine = open_engine(model, context, given.dtype, given.backend).engine
+        engine = open_engine(model, context, given.dtype, given.backend, compiling=compile_note).engine
     if not as_json:
         click.echo(f"A small language model of Python source, {engine.plan.compute} on {engine.backend.description}.")
         click.echo(f"{len(engine.plan.kernels)} kernels made for it; draft trees of at most {given.budget} nodes.")

@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from kdgen.backends import open_backend
-from kdgen.cli.output import emit_json, emit_table, status
+from kdgen.cli.output import compile_note, emit_json, emit_table, status
 from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.ngram import NgramDrafter
@@ -101,7 +101,9 @@ def _engine(spec: Spec, dtype: Compute | None, backend: str | None, seed: int, m
     size = sum(w.total_bytes for w in plan.weights)
     if size > MOST_WEIGHTS:
         raise KdgenError(f"{spec.name} has {size / 1e9:.0f} GB of weights, too many for a demonstration: try `kdgen demo tiny`")
-    return Engine(spec, plan, open_backend(backend, seed), random_weights(spec, seed).__getitem__)
+    opened = open_backend(backend, seed)
+    opened.compiling = compile_note
+    return Engine(spec, plan, opened, random_weights(spec, seed).__getitem__)
 
 
 def _drafters(spec: Spec, truth: tuple[int, ...], draft: str | None, error_rate: float | None, seed: int) -> Iterator[tuple[str, Drafter]]:

@@ -20,7 +20,7 @@ import numpy as np
 from kdgen import __version__
 from kdgen.backends import backend_names
 from kdgen.cli.options import Float, FloatRange, Integer, IntRange
-from kdgen.cli.output import byte_progress, emit_json, size_text, status, warn
+from kdgen.cli.output import byte_progress, compile_note, emit_json, size_text, status, warn
 from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
@@ -203,7 +203,12 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
     help="With --temperature: the same seed draws the same tokens, with drafts or without.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
-@click.option("--check-exact", is_flag=True, help="Decode plainly too, and compare tokens and cache bits; exit code 1 if any differ.")
+@click.option(
+    "--check-exact",
+    is_flag=True,
+    help="Decode a second time, plainly, and compare tokens and the bits of every cache row: exit code 1 if any differ, and at least"
+    " twice the time. Off without it.",
+)
 @click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
 @click.option("--layers", type=IntRange(min=1), help="With --random-weights: the first so many layers only.")
 @click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
@@ -301,7 +306,8 @@ def command(
                 }
             )  # fmt: skip
         with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
-            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group, exchange)
+            say_so = contextlib.nullcontext if rank else compile_note
+            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group, exchange, say_so)
         if budget is None:
             budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
         run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)

@@ -12,6 +12,8 @@ from kdgen.errors import KdgenError
 from kdgen.weights.header import Header, read_header
 from kdgen.weights.kdtr import FORMAT, kdtr_metadata, open_kdtr
 
+VERIFY_TAKES = "--verify takes a .kdtr file, into which `kdgen import` writes checksums"
+
 
 @dataclass(frozen=True)
 class TensorReport:
@@ -33,20 +35,22 @@ class FileReport:
 
 @click.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE|DIR")
-@click.option("--verify", is_flag=True, help="Read a .kdtr FILE whole, and hold it against its checksums.")
+@click.option("--verify", is_flag=True, help="Read a .kdtr FILE whole, and hold every byte against the checksums in it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.inspect/1).")
 def command(file: Path, verify: bool, as_json: bool) -> None:
     """Show what a .kdtr or .safetensors FILE holds, or a published model's folder; headers are checked, tensors are read with --verify."""
+    if verify and file.is_dir():
+        raise KdgenError(f"{file}: is a folder; {VERIFY_TAKES}")
     report = _folder(file) if file.is_dir() else _file(file)
     if verify:
         if report.format != "kdtr" or not (opened := open_kdtr(file)).has_checksums:
-            raise KdgenError(f"{file}: has no checksums to hold it against; .kdtr files that `kdgen import` writes now have some")
+            raise KdgenError(f"{file}: has no checksums to hold it against; {VERIFY_TAKES}")
         opened.verify()
         report = replace(report, verified=True)
     if as_json:
         emit_json("kdgen.inspect/1", report)
         return
-    state = ", as it was written" if verify else ""
+    state = "; all checksums match" if verify else ""
     click.echo(f"{printable(report.file)}: {report.format}, {len(report.tensors)} tensors, {size_text(report.file_bytes)}{state}")
     for key, value in sorted(report.metadata.items()):
         shown = value if len(value) <= 200 else f"{value[:200]}… ({len(value)} characters)"

@@ -12,12 +12,14 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from kdgen.cache import Cache
 from kdgen.errors import KdgenError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+NOTE_SECONDS = 1.0  #: of compiling, after which it is said
 NARROWEST = 60  #: columns that tables and trees are laid out for at least; a narrower terminal breaks their lines
 
 
@@ -134,17 +137,43 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
 def byte_progress(before: str, during: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr while the block runs; call the value with (bytes done, bytes in all). Silent without a terminal.
 
-    It is called ``before`` until the first call, ``during`` from then on.
+    It is called ``before`` until the first call, when there are no bytes to show, and ``during`` from then on.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.text import Text
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    class Bytes(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Bytes(), Speed(), TimeElapsedColumn())
     with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
         task = bar.add_task(before, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total, description=during)
+
+
+@contextlib.contextmanager
+def compile_note(what: str) -> Iterator[None]:
+    """While the block compiles ``what``, which then is in the cache: a line on stderr if that takes more than ``NOTE_SECONDS``. On a
+    terminal nothing, for a status line or a bar is shown there."""
+    if sys.stderr.isatty():
+        yield
+        return
+    line = printable(f"kdgen: compiling {what}, once; later runs take them from {Cache.default().path}")
+    timer = threading.Timer(NOTE_SECONDS, lambda: click.echo(line, err=True))
+    timer.daemon = True  # a command that ends meanwhile does not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,11 @@ CONTEXT = 4096  #: tokens in the cache, unless told
 @click.option("--tp", type=IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
 @click.option("--context", type=IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
 @click.option(
-    "--nodes", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Draft nodes of a tree; its step has a row more."
+    "--nodes",
+    type=IntRange(0, MAX_NODES - 1),
+    default=15,
+    show_default=True,
+    help="Draft nodes of the tree whose step is shown beside plain decoding's; 0 shows plain decoding alone.",
 )
 @click.option(
     "--acceptance",

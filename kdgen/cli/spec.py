@@ -10,15 +10,21 @@ from kdgen.errors import KdgenError
 from kdgen.model import described
 from kdgen.spec import shipped_specs
 
+TAKES = "kdgen spec takes a published model's folder or its config.json"
+
 
 @click.command("spec", short_help="Print the spec of a published model as YAML.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="DIR")
 def command(model: Path) -> None:
-    """Print the spec of the published model in DIR (or of a config.json) as YAML, which other commands take as SPEC.
+    """Print the spec of a published model as YAML. DIR is the model's folder, or its config.json.
 
-    Only the description is read, and of weights beside it in what type the router is stored, which no config says. Anything in it that
-    kdgen does not know, or knows that its kernels do not compute, is refused.
+    The output is a spec file for commands that take SPEC: kdgen spec DIR > model.yaml, then kdgen plan model.yaml.
+
+    The command reads config.json, and the headers of safetensors files beside it, which say in what type the router is stored. It
+    refuses a config with keys or values that kdgen does not know or does not compute, and names each of them.
     """
-    if model.suffix in (".yaml", ".yml") or (str(model) in shipped_specs() and not model.exists()):
-        raise KdgenError(f"{model}: is a spec already, which other commands take; wanted is a published model's folder or its config.json")
+    if model.suffix in (".yaml", ".yml") if model.exists() else str(model) in shipped_specs():
+        raise KdgenError(f"{model}: is a spec already: `kdgen plan {model}` and `kdgen build {model}` take it; {TAKES}")
+    if not model.exists():
+        raise KdgenError(f"{model}: there is no such file or folder; {TAKES}")
     click.echo(described(model).to_yaml(), nl=False)

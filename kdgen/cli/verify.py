@@ -22,7 +22,11 @@ from kdgen.verify.report import SCHEMA, Check, failure_text, print_report
 @click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="One compute type; without it, every one that fits.")
 @click.option("--fuzz", "models", type=IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
 @click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
-@click.option("--jobs", type=IntRange(min=1), help="Processes on a CPU, or with --fuzz; as many as there are cores without it.")
+@click.option(
+    "--jobs",
+    type=IntRange(min=1),
+    help="Processes that share the checks, on a CPU or with --fuzz; more of them need more memory. [default: one for each core]",
+)
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
 @click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails, in the report's order.")
 @click.option(

@@ -303,10 +303,6 @@ class Plan:
         """The folder under ``generated/``."""
         return self.spec_name if self.is_default else f"{self.spec_name}-{self.compute}"
 
-    @property
-    def all_weights(self) -> tuple[Weight, ...]:
-        return (*self.weights, *self.draft_weights)
-
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)
 

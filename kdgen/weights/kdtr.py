@@ -130,7 +130,7 @@ class Kdtr:
             raise WeightError(f"{self.path}: cannot be read: {error.strerror or error}") from error
         if self._checksums is not None and _hex(checksum) != self._checksums[entry.name][at // PIECE_BYTES]:
             where = f"bytes {at} to {at + part.nbytes - 1} of tensor {entry.name}"
-            raise WeightError(f"{self.path}: {where} are not those that were written: the file is damaged; make it again")
+            raise WeightError(f"{self.path}: {where} are not those that were written: the file is damaged; run kdgen import again")
         if refused is not None:
             raise refused
         return part.view(dtype)
@@ -213,7 +213,7 @@ def _read_checksums(header: Header) -> Mapping[str, list[str]] | None:
     """Of every tensor's pieces, in hex; None: a file of format 1. Raises WeightError when the header is not what was written."""
     if header.metadata.get("format_version") == "1":
         return None
-    damaged = WeightError(f"{header.path}: its header is not what was written: the file is damaged; make it again")
+    damaged = WeightError(f"{header.path}: its header is not what was written: the file is damaged; run kdgen import again")
     metadata = {key: value for key, value in header.metadata.items() if key != CHECKSUMS}
     try:
         found = json.loads(header.metadata[CHECKSUMS])

@@ -80,7 +80,7 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     checkpoint = Checkpoint(source)
     spec = as_stored(described, checkpoint)
     checkpoint.validate(spec)
-    _check(spec, out)
+    _check(source, spec, out)
     config = _config(source, spec, checkpoint)
     try:
         with temporary_beside(out) as temporary:
@@ -97,13 +97,15 @@ def quantize_model(source: Path, out: Path, progress: Callable[[int, int], None]
     return as_stored(load_config(out), Checkpoint(out)), quantized
 
 
-def _check(spec: Spec, out: Path) -> None:
+def _check(source: Path, spec: Spec, out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise KdgenError(f"{out}: is there already; choose another folder or remove it")
     if not out.absolute().parent.is_dir():
         raise KdgenError(f"{out}: its folder {out.parent} does not exist")
     if spec.quantization is not None:
-        raise KdgenError(f"{spec.name} is quantized already: use it as it is")
+        values = json.loads(read_text(source / "config.json", MAX_JSON_BYTES))
+        key = "quantization_config" if values.get("quantization_config") else "text_config.quantization_config"
+        raise KdgenError(f"{source / 'config.json'}: {key}: the routed experts are INT4 already; there is nothing to do, use it as it is")
     if not spec.has_moe:
         raise KdgenError(f"{spec.name} has no routed experts, and they are what is quantized")
     group = QUANTIZATION.group_size

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.campaign.disks import fill_all
 from tests.campaign.entries import damage_entries
 from tests.campaign.inputs import Finding, Tally, campaign
-from tests.campaign.kills import jobs, kill_all
+from tests.campaign.kills import COMMANDS, kill_all
 from tests.campaign.process import import_everything
 from tests.campaign.subjects import make_subjects
 from tests.campaign.together import at_once
@@ -28,9 +28,12 @@ def main() -> int:
     parser.add_argument("--entries", type=int, default=30, help="damaged entries of the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=PARTS, help="this part alone; may be given again")
+    parser.add_argument(
+        "--command", action="append", choices=COMMANDS, help="kills and disks: this command alone; may be given again (default: all)"
+    )
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "kdgen-campaign", help="where inputs with findings go")
     options = parser.parse_args()
-    chosen = options.only or PARTS
+    chosen, commands = options.only or PARTS, options.command or COMMANDS
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -57,7 +60,7 @@ def main() -> int:
             findings += found
             rows.append(f"damaged entries of the cache: {options.entries}, {len(found)} findings")
         if "kills" in chosen:
-            for killed in kill_all(options.kills, subjects, options.seed, tuple(jobs(subjects)), say):
+            for killed in kill_all(options.kills, subjects, options.seed, commands, say):
                 findings += killed.findings
                 rows.append(f"{killed.command}: killed {killed.kills} times before its end, {len(killed.findings)} findings")
         if "together" in chosen:
@@ -66,7 +69,7 @@ def main() -> int:
                 findings += found
                 rows.append(f"{count} of each command at once: {len(found)} findings")
         if "disks" in chosen:
-            for filled in fill_all(options.writes, subjects, say):
+            for filled in fill_all(options.writes, subjects, commands, say):
                 findings += filled.findings
                 rows.append(f"{filled.command}: disk full at {filled.tried} of {filled.writes} writes, {len(filled.findings)} findings")
     for finding in findings:

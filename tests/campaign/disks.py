@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,7 @@ def fill(name: str, command: Callable[[Path], list[str]], most: int, say: Callab
         return Filled(name, writes, len(points), tuple(findings))
 
 
-def fill_all(most: int, subjects: Subjects, say: Callable[[str], None]) -> list[Filled]:
-    """``fill`` for every command."""
-    return [fill(name, command, most, say) for name, command in jobs(subjects).items()]
+def fill_all(most: int, subjects: Subjects, names: Sequence[str], say: Callable[[str], None]) -> list[Filled]:
+    """``fill`` for each of the commands named."""
+    commands = jobs(subjects)
+    return [fill(name, commands[name], most, say) for name in names]

@@ -54,7 +54,7 @@ class Case:
     def key(self) -> str:
         """The key that a refusal must name: that of the one file in which a person wrote it, where nothing else is damaged."""
         (file, damage), *more = self.damages
-        by_hand = (file, self.command) in (("config.json", "spec"), ("tiny.yaml", "plan"), ("tiny.yaml", "spec"))
+        by_hand = (file, self.command) in (("config.json", "spec"), ("tiny.yaml", "plan"))
         return damage.key if by_hand and not more else ""
 
     def __str__(self) -> str:
@@ -109,8 +109,8 @@ def _damages(subject: Subject, file: str) -> st.SearchStrategy[Damage]:
 def _commands(subject: Subject, file: str) -> tuple[str, ...]:
     if file.endswith(".kdtr"):
         return ("generate", "text", "inspect", "inspect --verify")
-    if subject.name == "spec":
-        return ("plan", "spec")
+    if subject.name == "spec":  # which `kdgen spec` refuses, whatever is in it
+        return ("plan",)
     if subject.name == "drafter":
         return ("draft",)
     if file == "config.json":
@@ -216,8 +216,6 @@ def _wrong_packed(path: Path, outcome: Outcome, subjects: Subjects, expected: Ex
 def _wrong_spec(path: Path, outcome: Outcome, case: Case, subjects: Subjects, expected: Expected) -> str:
     """What is printed is what the file says; where that is the undamaged model, it answers, too."""
     printed = yaml.safe_load(outcome.stdout)
-    if not path.is_dir():
-        return judge.unlike_config(printed, yaml.safe_load(path.read_bytes()))
     if wrong := judge.unlike_config(printed, json.loads((path / "config.json").read_bytes())):
         return wrong
     if outcome.stdout != expected.specs[case.subject.name] or len(case.damages) > 1:

@@ -16,6 +16,8 @@ from tests.campaign.judge import files_below
 from tests.campaign.process import environment, kill_group, run, start
 from tests.campaign.subjects import Subjects, generate, random_seed
 
+COMMANDS = ("build", "import", "quantize", "generate")  #: those that are killed, and that find the disk full
+
 
 @dataclass(frozen=True)
 class Killed:
@@ -27,7 +29,7 @@ class Killed:
 
 
 def jobs(subjects: Subjects) -> dict[str, Callable[[Path], list[str]]]:
-    """The commands that are killed, by name; each is given the folder that it writes into."""
+    """``COMMANDS`` by name; each is given the folder that it writes into."""
     model = subjects.models[0].path
     return {
         "build": lambda folder: ["build", "tiny", "--arch", "sm_90a", "--out", str(folder / "generated")],
@@ -119,8 +121,8 @@ def difference(got: dict[str, str], expected: dict[str, str]) -> str:
 def kill_all(times: int, subjects: Subjects, seed: int, names: Sequence[str], say: Callable[[str], None]) -> list[Killed]:
     """``kill_often`` for each of the commands named."""
     found = []
-    for name, command in jobs(subjects).items():
-        if name in names:
-            found.append(kill_often(name, command, times, seed, say))
-            say(f"{name}: {found[-1].kills} kills, {len(found[-1].findings)} findings")
+    commands = jobs(subjects)
+    for name in names:
+        found.append(kill_often(name, commands[name], times, seed, say))
+        say(f"{name}: {found[-1].kills} kills, {len(found[-1].findings)} findings")
     return found

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,19 @@ from click.testing import CliRunner, Result
 from kdgen import __version__
 from kdgen.cli import LazyGroup, main
 from kdgen.cli import doctor as doctor_module
-from kdgen.cli.output import check_writable, emit_json, emit_table, printable, progress, size_text
+from kdgen.cli.output import (
+    NOTE_SECONDS,
+    byte_progress,
+    check_writable,
+    compile_note,
+    emit_json,
+    emit_table,
+    printable,
+    progress,
+    size_text,
+)
 from kdgen.errors import KdgenError
+from kdgen.spec import shipped_specs
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, write_kdtr
 
 
@@ -74,10 +86,23 @@ def test_a_mistyped_command_is_told_which_there_are() -> None:
     assert "No such option" in kdgen("--verfy").stderr
 
 
-@pytest.mark.parametrize("name", ["tiny", "my.yaml"])
-def test_a_spec_is_no_published_model(name: str) -> None:
-    result = kdgen("spec", name)
-    assert result.exit_code == 2 and f"{name}: is a spec already" in result.stderr
+def test_a_spec_is_no_published_model(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").touch()
+    for name in ("tiny", str(tmp_path / "my.yaml")):
+        result = kdgen("spec", name)
+        assert result.exit_code == 2
+        assert f"{name}: is a spec already: `kdgen plan {name}` and `kdgen build {name}` take it" in result.stderr
+    for name in ("k27", "my.yaml"):
+        assert kdgen("spec", name).stderr == (
+            f"kdgen: error: {name}: there is no such file or folder; kdgen spec takes a published model's folder or its config.json\n"
+        )
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tiyn", "tiny"), ("K26", "k26"), ("tiny-dflahs.yaml", "tiny-dflash"), ("nonsense", "")])
+def test_a_mistyped_spec_is_told_which_there_are(name: str, meant: str) -> None:
+    result = kdgen("plan", name)
+    assert result.exit_code == 2 and "shipped are" in result.stderr and all(each in result.stderr for each in shipped_specs())
+    assert f"did you mean {meant}?" in result.stderr if meant else "did you mean" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -101,6 +126,7 @@ def test_numbers_are_in_plain_digits(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "spec", "build"])
 def test_weights_are_no_description(command: str, tmp_path: Path) -> None:
+    (tmp_path / "model.kdtr").touch()
     result = kdgen(command, str(tmp_path / "model.kdtr"))
     assert result.exit_code == 2
     assert "model.kdtr: file: holds weights, and a description is wanted: a config.json or a spec" in result.stderr
@@ -338,6 +364,40 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
         done("one")
         done("two")
     assert capsys.readouterr() == ("", "")
+
+
+def test_compiling_that_takes_long_is_said_once_and_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDGEN_CACHE_DIR", "/some/cache")
+    monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.01)
+    with compile_note("3 kernels for a device"):
+        time.sleep(0.5)
+    assert capsys.readouterr() == ("", "kdgen: compiling 3 kernels for a device, once; later runs take them from /some/cache\n")
+    monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.2)
+    with compile_note("3 kernels for a device"):
+        pass
+    time.sleep(0.5)
+    assert capsys.readouterr() == ("", "")
+    assert NOTE_SECONDS == 1
+
+
+def test_bytes_are_shown_for_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    shown = []
+    for done in (False, True):
+        out = Terminal()
+        monkeypatch.setattr(sys, "stderr", out)
+        with byte_progress("compiling", "loading") as bar:
+            if done:
+                bar(1 << 20, 4 << 20)
+            time.sleep(0.3)
+        shown.append(re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", out.getvalue()))
+    compiling, loading = shown
+    assert "compiling" in compiling and "bytes" not in compiling and "/s" not in compiling and "?" not in compiling
+    assert "loading" in loading and "1.0/4.2 MB" in loading
 
 
 def test_size_text_and_printable() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +118,28 @@ def test_many_at_once_keep_their_order(tmp_path: Path) -> None:
     cubins = compile_all(work, INCLUDE, cache=Cache(tmp_path), on_done=lambda c: seen.append(c.name))
     assert [(c.name, c.arch) for c in cubins] == [(n, a) for a in ("sm_120a", "sm_90a") for n in ("add", "stage")]
     assert sorted(seen) == ["add", "add", "stage", "stage"]
+
+
+def test_it_is_said_how_many_compile_and_for_how_long(tmp_path: Path) -> None:
+    log: list[object] = []
+
+    @contextlib.contextmanager
+    def compiling(kernels: int) -> Iterator[None]:
+        log.append(kernels)
+        yield
+        log.append("end")
+
+    def compile_(*sources: Source) -> None:
+        compile_all(
+            everywhere(sources, ["sm_90a"]), INCLUDE, cache=Cache(tmp_path), on_done=lambda c: log.append(c.name), compiling=compiling
+        )
+
+    compile_(SHARED)
+    compile_(SHARED)
+    assert log == [1, "stage", "end", "stage"]
+    with pytest.raises(CompileError):
+        compile_(SHARED, ADD, kernel("bad", "y[0] = missing;"))
+    assert log[4] == 2 and log[-1] == "end"
 
 
 @pytest.mark.parametrize(

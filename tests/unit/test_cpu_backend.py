@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -376,11 +377,13 @@ def test_a_kernel_is_compiled_once_whatever_it_is_loaded_with(own_cache: Path, m
     made.load([first, second])
     made.load([third, second, first])
     assert builds.count == 2
-    other = CpuBackend()
+    other, said = CpuBackend(), list[str]()
+    other.compiling = lambda what: contextlib.nullcontext(said.append(what))
     other.load([second, third])
-    assert builds.count == 2
+    assert builds.count == 2 and not said
     assert [launch(made, "two", 5)[0], launch(other, "two", 5)[0], launch(other, "three", 5)[0]] == [6, 6, 7]
     other.load([source("two", "  out[threadIdx.x] = n - 1;"), first])  # another text of the same name
+    assert said == ["1 kernel for CPU emulator (plain)"]
     assert builds.count == 3 and launch(other, "two", 5)[0] == 4 and launch(made, "two", 5)[0] == 6
 
 

@@ -143,17 +143,19 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, folder: Path, compute: Compute
     whole = out.read_bytes()
     kdgen("import", str(folder), str(out), "--dtype", compute, "--force")
     assert out.read_bytes() == whole, "a second run writes the same bytes"
-    assert ", as it was written\n" in kdgen("inspect", "--verify", str(out)).stdout
+    assert "; all checksums match\n" in kdgen("inspect", "--verify", str(out)).stdout
     assert json.loads(kdgen("inspect", "--verify", "--json", str(out)).stdout)["verified"] is True
     place = next(each for each in open_kdtr(out).header.tensors if each.name == "layers.1.experts_down")
     flip(out, place.begin + 5)
     said = f"{out}: bytes 0 to {place.nbytes - 1} of tensor layers.1.experts_down are not those that were written: the file is damaged"
-    assert said in refused("inspect", "--verify", str(out))
+    assert refused("inspect", "--verify", str(out)).endswith(f"{said}; run kdgen import again\n")
     assert said in refused("generate", "--model", str(out), "--prompt-ids", "1", "--backend", "cpu")
     assert kdgen("inspect", str(out)).exit_code == 0
     out.write_bytes(whole)
     flip(out, whole.index(b"rms_norm_eps") + 18)
-    assert f"{out}: its header is not what was written" in refused("inspect", str(out))
+    said = refused("inspect", str(out))
+    assert f"{out}: its header is not what was written" in said and said.endswith("; run kdgen import again\n")
+    assert f"{folder}: is a folder; --verify takes a .kdtr file, into which" in refused("inspect", "--verify", str(folder))
     assert "has no checksums to hold it against" in refused("inspect", "--verify", str(folder / "model-00001-of-00002.safetensors"))
 
 

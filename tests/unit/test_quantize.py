@@ -140,7 +140,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization": Quantization(group_size=64)}, "is quantized already"),
+        ({"quantization": Quantization(group_size=64)}, "config.json: quantization_config: the routed experts are INT4 already; there is"),
         ({"moe_intermediate_size": 40}, "group size of 32 does not divide moe_intermediate_size 40"),
         (DENSE, "has no routed experts"),
     ],
