@@ -65,6 +65,8 @@ def kill_often(name: str, command: Callable[[Path], list[str]], times: int, seed
                 whole *= 0.97
                 continue
             kills += 1
+            if kills % 10 == 0:
+                say(f"{name}: {kills} kills")
             if problem := _after(command, work, expected):
                 findings.append(Finding(f"{name} killed after {whole * point:.2f} of {whole:.2f} s", problem))
                 say(str(findings[-1]))

@@ -98,7 +98,7 @@ def test_a_spec_is_no_published_model(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("name", "meant"), [("tiyn", "tiny"), ("K26", "k26"), ("tiny-dflahs.yaml", "tiny-dflash"), ("nonsense", "")])
+@pytest.mark.parametrize(("name", "meant"), [("tiyn", "tiny"), ("TINY", "tiny"), ("tiny-dflahs.yaml", "tiny-dflash"), ("nonsense", "")])
 def test_a_mistyped_spec_is_told_which_there_are(name: str, meant: str) -> None:
     result = kdgen("plan", name)
     assert result.exit_code == 2 and "shipped are" in result.stderr and all(each in result.stderr for each in shipped_specs())

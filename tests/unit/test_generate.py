@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from kdgen import __version__
-from kdgen.backends.base import Backend
+from kdgen.backends.base import Backend, Source
+from kdgen.backends.cpu import CpuBackend
 from kdgen.cli import main
 from kdgen.cli.generate import DRAFTERS
 from kdgen.cli.prompts import read_prompt
@@ -74,6 +76,21 @@ def test_the_tokens_are_the_references(model: Path) -> None:
     plain = generate(model, "--dtype", "f32", "--max-new-tokens", "12", "--ignore-eos")
     assert plain.stdout == " ".join(map(str, expected)) + "\n"
     assert "3 prompt tokens" in plain.stderr
+
+
+def test_compiling_is_said_on_stderr(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CpuBackend.load
+
+    def load(self: CpuBackend, sources: Sequence[Source]) -> None:
+        with self.compiling_kernels(23):
+            time.sleep(0.3)
+        real(self, sources)
+
+    monkeypatch.setattr(CpuBackend, "load", load)
+    monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.01)
+    result = generate(model, "--max-new-tokens", "1")
+    assert result.exit_code == 0 and result.stdout.strip().isdigit()
+    assert "kdgen: compiling 23 kernels for CPU emulator (plain), once; later runs take them from " in result.stderr
 
 
 def test_json(model: Path) -> None:
