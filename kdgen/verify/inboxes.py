@@ -86,7 +86,7 @@ def words_out_of_place(engine: Engine) -> str:
         last = engine.read(inbox.name.replace("inbox", "rounds")).max(axis=1)
         turn = np.arange(2).reshape(2, 1, 1, 1)
         if not rounds.any():
-            return f"no word has come into {inbox.name}"
+            return f"{inbox.name} holds no word"
         if wrong := int(((rounds != 0) & ((rounds % 2 != turn) | (rounds > last[:, None]))).sum()):
             return f"{wrong} words in {inbox.name} lie where no round of their row and turn has them"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from kdgen.errors import KdgenError
 from kdgen.plan.shard import shard_obstacles, shares_draft
 from kdgen.verify import lockstep
+from kdgen.verify.inboxes import words_out_of_place
 from kdgen.verify.lockstep import Team
 from kdgen.verify.rank_matrix import LIMITS, Case, cases, check_case, check_rank_matrix, prompt_of, rank_specs
 
@@ -79,3 +81,32 @@ def test_processes_are_held_to_ranks_of_one_process() -> None:
     biased, _ = rank_specs()
     checks = list(check_rank_matrix([replace(cases()[1], spec=biased, processes=("peer",))]))
     assert [check.status for check in checks] == ["ok", "ok"] and checks[1].name.endswith("processes, peer")
+
+
+class Inboxed:
+    """An engine whose only inbox has 3 rows of 4 words for two ranks; rank 1 has sent row 0 in three rounds, row 2 in one."""
+
+    def __init__(self) -> None:
+        self.plan = SimpleNamespace(buffers=(SimpleNamespace(name="inbox_sum", role="inbox"),))
+        self.words = np.zeros((2, 2, 3, 4, 2), np.int32)
+        self.words[1, 1, 0, :, 1], self.words[0, 1, 0, :, 1], self.words[1, 1, 2, :, 1] = 3, 2, 1
+
+    def read(self, name: str) -> Any:
+        return self.words if name == "inbox_sum" else np.array([[3, 3], [0, 0], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("at", "round_", "said"),
+    [
+        ((1, 1, 0, 2), 2, "1 words in inbox_sum lie"),  # the other turn's
+        ((1, 1, 1, 3), 1, "1 words in inbox_sum lie"),  # of a row that no step has had
+        ((1, 0, 2), 3, "4 words in inbox_sum lie"),  # of a round that is yet to be
+        ((0, 1, 0, 1), 0, ""),  # never sent: whoever sums these columns is sent no others
+        ((...,), 0, "inbox_sum holds no word"),
+    ],
+)
+def test_words_of_ranks_that_lie_elsewhere_are_seen(at: Any, round_: int, said: str) -> None:
+    engine: Any = Inboxed()
+    assert words_out_of_place(engine) == ""
+    engine.words[(*at, *(() if at == (...,) else (slice(None),) * (4 - len(at))), 1)] = round_
+    assert words_out_of_place(engine).startswith(said) and bool(words_out_of_place(engine)) == bool(said)
