@@ -309,14 +309,15 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
     add("numbers of the config", _all_numbers, described, bool(others), seconds=1.0)
     add("trees of the DDTree reference", _trees, backend, *plans[0], seconds=0.3)
     for spec, plan in (*plans, *others):
-        add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan), seconds=_about(4.0, plan))
+        add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, *_small(spec, plan), seconds=_about(6.0, plan))
     for spec, plan in shared:
         if not is_wide(spec):
             add(f"{_part(spec, plan)}, kernels under the checker", _under_checker, spec, plan, seconds=_about(4.0, plan))
     for model in models() if others else _named_models(plans):
-        add(f"{model.title} {model.compute}, programs", _programs, model, seconds=20.0)
+        seconds = 25.0 if model.family == "generic" else 50.0
+        add(f"{model.title} {model.compute}, programs", _programs, model, seconds=seconds)
     if others:
-        add("programs of ranks", _programs_of_ranks, seconds=20.0)
+        add("programs of ranks", _programs_of_ranks, seconds=35.0)
     for spec, plan in plans:
         if plan.family == "generic":
             add(f"{_part(spec, plan)}, generated files", _drift, spec, plan, seconds=0.5)
@@ -337,7 +338,7 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
     if decoded and not others:
         add(f"{decoded[0].name}, ranks", _ranks, decoded[0], seconds=15.0)
     for ranks, of_so_many in itertools.groupby(rank_matrix.cases() if others else (), lambda case: case.ranks):
-        add(f"{ranks} rank{'s' if ranks > 1 else ''}", _rank_matrix, tuple(of_so_many), seconds=8.0 * ranks)
+        add(f"{ranks} rank{'s' if ranks > 1 else ''}", _rank_matrix, tuple(of_so_many), seconds=12.0 * ranks)
     if others:
         for case, spec in _other_oracles(specs):
             add(f"{case.name} f32, decodes", _decodes_of_oracle, backend, case, spec, seconds=8.0)
