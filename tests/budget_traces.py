@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.budget import Budgets
+from kdgen.runtime.budget import Budgets
 
 DEPTHS, WIDTH, NODES = 7, 63, 63
 RECORDED_WIDTH = 8  #: candidates of a depth

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.config import published_config
-from kdgen.draft_config import published_draft_config
-from kdgen.draft_spec import DraftSpec
-from kdgen.spec import Spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec
+from kdgen.spec.published import published_config
+from kdgen.spec.published_drafter import published_draft_config
 from kdgen.weights.checkpoint import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

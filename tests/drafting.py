@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.draft_spec import DraftSpec
 from kdgen.drafters.base import BlockDraft
-from kdgen.engine import Draft, Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.draft import context_stages
 from kdgen.plan.ir import Compute, Limits, Program
-from kdgen.spec import Spec, load_spec
+from kdgen.runtime.engine import Draft, Engine
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.pack import numpy_dtype
 from kdgen.weights.random import random_weights
 

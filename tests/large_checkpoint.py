@@ -17,9 +17,9 @@ import numpy as np
 from checkpoints import NAMES
 from numpy.typing import NDArray
 
-from kdgen.config import published_config
-from kdgen.model import shorten
-from kdgen.spec import TensorGroup, load_spec
+from kdgen.runtime.model import shorten
+from kdgen.spec.model import TensorGroup, load_spec
+from kdgen.spec.published import published_config
 from kdgen.weights.random import BF16, INT4_DEVIATION, RandomWeights
 from kdgen.weights.stream import Announced, write_stream
 

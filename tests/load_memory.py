@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from kdgen.backends.base import Argument, Backend, DeviceArray, Source
-from kdgen.engine import Engine
-from kdgen.model import open_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, DType, Limits
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import open_model
 
 
 class Elsewhere(Backend):

@@ -3,7 +3,7 @@
     python -m tests.loops [SPEC …]
 
 prints one line for each loop of each kernel that the default command checks, or checks when specs are named; ``full-size`` instead of a
-spec names those of kdgen.verify.full_size. A loop is known
+spec names those of kdgen.verify.kernels.full_size. A loop is known
 by its template and its number there. A counter stands in each loop's head: a loader of templates writes it into the text before Jinja
 reads it, and everything else is as in ``kdgen verify``, so that the checks see the same kernels. Unrolled C++ loops count as loops,
 Jinja's do not.
@@ -23,14 +23,14 @@ import numpy as np
 
 from kdgen.backends.base import Source
 from kdgen.backends.cpu import CpuBackend
+from kdgen.codegen.render import environment
+from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import Plan
-from kdgen.render import environment
-from kdgen.resources import templates_dir
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.bench import TOKENS
-from kdgen.verify.full_size import Group as Checked
-from kdgen.verify.full_size import groups
-from kdgen.verify.kernels import check_kernel
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.kernels.check import check_kernel
+from kdgen.verify.kernels.full_size import Group as Checked
+from kdgen.verify.kernels.full_size import groups
+from kdgen.verify.kernels.harness import TOKENS
 from kdgen.verify.run import DEFAULT_SPECS, plans_for, shared_plans
 from kdgen.verify.run import _inputs as inputs_of
 from kdgen.verify.variants import variants

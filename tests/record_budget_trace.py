@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kdgen.decode import decode_plain, prefill
 from kdgen.demo.prompts import read_prompts
 from kdgen.drafters.base import BlockDraft
-from kdgen.engine import Engine
-from kdgen.model import open_engine, open_model, with_drafter
 from kdgen.reference.tree import build_tree, ranked_rows
+from kdgen.runtime.decode import decode_plain, prefill
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import open_engine, open_model, with_drafter
 from tests.budget_traces import NODES, RECORDED_WIDTH, Position, Trace, save
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from kdgen.tokenizer import TextFiles
+from kdgen.text.tokenizer import TextFiles
 
 TEXTS = (
     "héllo wörld, 漢字 and 🎉🎉 emoji; naïve café — “quotes”",

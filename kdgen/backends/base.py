@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kdgen.errors import BackendError
 from kdgen.plan.ir import DType, Family
 from kdgen.plan.shard import Exchange
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 
 
 @dataclass(frozen=True)

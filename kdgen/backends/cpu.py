@@ -30,13 +30,13 @@ from kdgen.backends import host_compiler, line_table
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer, Source
 from kdgen.backends.host_compiler import HostCompiler
 from kdgen.backends.shared import SharedGather, bind, shared_memory
-from kdgen.cache import Cache
+from kdgen.codegen.cache import Cache
 from kdgen.errors import BackendError, CompileError
+from kdgen.files.resources import templates_dir
+from kdgen.files.temporary import scratch_folder
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
-from kdgen.ranks import EXCHANGE_SECONDS, Group
-from kdgen.resources import templates_dir
-from kdgen.temporary import scratch_folder
+from kdgen.ranks.group import EXCHANGE_SECONDS, Group
 
 Mode = Literal["plain", "shuffled", "checker"]
 

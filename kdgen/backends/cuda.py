@@ -24,14 +24,14 @@ from kdgen.backends import cuda_launch as decided
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Source, Work
 from kdgen.backends.nccl import Nccl
 from kdgen.backends.peers import shared_zeros
-from kdgen.cache import Cache
-from kdgen.compile import Cubin, compile_all, everywhere
+from kdgen.codegen.cache import Cache
+from kdgen.codegen.compile import Cubin, compile_all, everywhere
 from kdgen.errors import BackendError
+from kdgen.files.resources import templates_dir
+from kdgen.plan.arch import arch_of_device, target_for
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
-from kdgen.ranks import Group
-from kdgen.resources import templates_dir
-from kdgen.target import arch_of_device, target_for
+from kdgen.ranks.group import Group
 
 if TYPE_CHECKING:
     from cuda.core import Kernel, Stream

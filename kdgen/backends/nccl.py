@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kdgen.errors import BackendError
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 
 _UNIQUE_ID_BYTES = 128
 _INT8, _INT32 = 0, 2  # ncclDataType_t

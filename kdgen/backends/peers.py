@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from kdgen.errors import BackendError
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 
 _HANDLE_BYTES = 64
 

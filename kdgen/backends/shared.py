@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.errors import BackendError
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 
 FLAG_BYTES = 64  #: a cache line a rank
 WAIT_MS = 20

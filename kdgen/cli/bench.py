@@ -9,21 +9,21 @@ from pathlib import Path
 import click
 
 from kdgen.backends.cuda import cuda_unusable
-from kdgen.bench import BenchReport, StepTime, measure, measure_parts
-from kdgen.bench_parts import check_distinct
-from kdgen.bench_plot import plot
-from kdgen.bench_ranks import TITLES, RanksReport, measure_ranks
-from kdgen.build import write_whole
+from kdgen.bench.parts import check_distinct
+from kdgen.bench.plot import plot
+from kdgen.bench.ranks import TITLES, RanksReport, measure_ranks
+from kdgen.bench.run import BenchReport, StepTime, measure, measure_parts
 from kdgen.cli.options import IntRange, plain
 from kdgen.cli.output import check_writable, compile_note, emit_json, emit_table, status
 from kdgen.cli.ranks import agreed_ranks
-from kdgen.engine import Engine
+from kdgen.codegen.folders import write_whole
 from kdgen.errors import BackendError, KdgenError
-from kdgen.model import need_same_plan, open_shard, random_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
-from kdgen.ranks import joined, place_in
+from kdgen.ranks.group import joined, place_in
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import need_same_plan, open_shard, random_model
 
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:

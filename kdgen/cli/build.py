@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from kdgen.build import DEFAULT_ARCHS, BuildReport, CheckReport, FolderReport, KernelReport, build, check, plans_for
-from kdgen.cache import Cache
 from kdgen.cli.options import IntRange
 from kdgen.cli.output import emit_json, emit_table, printable, progress, size_text, warn
-from kdgen.compile import Cubin
+from kdgen.codegen.cache import Cache
+from kdgen.codegen.compile import Cubin
+from kdgen.codegen.folders import DEFAULT_ARCHS, BuildReport, CheckReport, FolderReport, KernelReport, build, check, plans_for
 from kdgen.plan.ir import Compute, Plan
 
 

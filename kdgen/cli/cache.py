@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from kdgen.cache import Cache
 from kdgen.cli.output import size_text
+from kdgen.codegen.cache import Cache
 
 
 @click.group("cache")

@@ -16,14 +16,14 @@ from kdgen.cli.output import compile_note, console, emit_json, emit_table, statu
 from kdgen.cli.prompts import as_given, in_utf8, warn_of_room
 from kdgen.cli.streaming import Live, harmless, to_nowhere
 from kdgen.cli.tree_picture import Node, accepted, draw, guessed, last_tree
-from kdgen.decode import Decoded, decode_plain, decode_tree, same_rows
 from kdgen.demo.prompts import Prompt, read_prompts
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.errors import KdgenError
-from kdgen.model import context_for, open_engine, open_model, with_drafter
+from kdgen.files.resources import demo_dir
 from kdgen.plan.ir import Compute
-from kdgen.resources import demo_dir
-from kdgen.tokenizer import Tokenizer, load_tokenizer
+from kdgen.runtime.decode import Decoded, decode_plain, decode_tree, same_rows
+from kdgen.runtime.model import context_for, open_engine, open_model, with_drafter
+from kdgen.text.tokenizer import Tokenizer, load_tokenizer
 
 #: One after another; both are seen on dark and on light ground.
 STEP_STYLES = ("cyan", "magenta")

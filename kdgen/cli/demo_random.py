@@ -10,16 +10,16 @@ import numpy as np
 
 from kdgen.backends import open_backend
 from kdgen.cli.output import compile_note, emit_json, emit_table, status
-from kdgen.decode import Decoded, decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
-from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.model import context_for
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.spec import Spec, load_spec
+from kdgen.runtime.decode import Decoded, decode_plain, decode_tree
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import context_for
+from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.random import random_weights
 
 PROMPT_TOKENS = 16

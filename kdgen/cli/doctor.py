@@ -13,11 +13,11 @@ import click
 from kdgen import __version__
 from kdgen.backends.cuda import Gpu, find_gpu
 from kdgen.backends.host_compiler import find as find_cxx
-from kdgen.cache import Cache
 from kdgen.cli.output import emit_json, emit_table, size_text
-from kdgen.compile import nvrtc_version, supported_archs
+from kdgen.codegen.cache import Cache
+from kdgen.codegen.compile import nvrtc_version, supported_archs
+from kdgen.codegen.format import clang_format_version
 from kdgen.errors import KdgenError
-from kdgen.format import clang_format_version
 
 
 @dataclass(frozen=True)

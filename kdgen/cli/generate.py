@@ -24,23 +24,23 @@ from kdgen.cli.output import byte_progress, compile_note, emit_json, size_text, 
 from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
-from kdgen.compile import nvrtc_version
-from kdgen.decode import Decoded, Decoder, decode_plain, same_rows
+from kdgen.codegen.compile import nvrtc_version
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
-from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.launch import own_command, run_ranks
-from kdgen.model import Opened, check_plan, context_for, open_engine, open_model, random_model, with_drafter
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
+from kdgen.plan.many_rows import CHUNK_TOKENS
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
-from kdgen.plan.tiled import CHUNK_TOKENS
-from kdgen.ranks import Group, Place, joined, place_in
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import Spec
-from kdgen.tokenizer import load_tokenizer
+from kdgen.ranks.group import Group, Place, joined, place_in
+from kdgen.ranks.start import own_command, run_ranks
+from kdgen.runtime.decode import Decoded, Decoder, decode_plain, same_rows
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import Opened, check_plan, context_for, open_engine, open_model, random_model, with_drafter
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import Spec
+from kdgen.text.tokenizer import load_tokenizer
 
 CPU_BUDGET = 15  #: emulated times say nothing about what pays
 DRAFTERS = ("ngram", "replay", "random", "adversarial", "dflash", "none")

@@ -10,9 +10,9 @@ import click
 
 from kdgen.cli.output import byte_progress, emit_json, printable, size_text, warn
 from kdgen.errors import KdgenError
-from kdgen.model import open_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
+from kdgen.runtime.model import open_model
 from kdgen.weights.packed import write_packed
 from kdgen.weights.stream import remove_leavings
 

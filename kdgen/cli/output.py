@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from kdgen.cache import Cache
+from kdgen.codegen.cache import Cache
 from kdgen.errors import KdgenError
 
 if TYPE_CHECKING:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from kdgen.build import write_whole
 from kdgen.cli.options import Float, IntRange
 from kdgen.cli.output import emit_json, emit_table, size_text
-from kdgen.config import load_config
+from kdgen.codegen.folders import write_whole
 from kdgen.errors import KdgenError
-from kdgen.forecast import Forecast, Step, budgets_shown, expected_tokens, forecast
-from kdgen.gpus import gpu_model, gpu_models
-from kdgen.model import shorten
+from kdgen.forecast.gpus import gpu_model, gpu_models
+from kdgen.forecast.steps import Forecast, Step, budgets_shown, expected_tokens, forecast
 from kdgen.plan.ir import MAX_NODES, Compute
-from kdgen.spec import Spec, load_spec
+from kdgen.runtime.model import shorten
+from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.published import load_config
 
 CONTEXT = 4096  #: tokens in the cache, unless told
 

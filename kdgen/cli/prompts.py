@@ -11,9 +11,9 @@ import click
 
 from kdgen.cli.output import warn
 from kdgen.errors import KdgenError
-from kdgen.fields import show
-from kdgen.inputs import MAX_TEXT_BYTES
-from kdgen.tokenizer import TextFiles, Tokenizer
+from kdgen.files.inputs import MAX_TEXT_BYTES
+from kdgen.spec.fields import show
+from kdgen.text.tokenizer import TextFiles, Tokenizer
 
 
 def read_prompt(text: str, vocab_size: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def encode_prompt(files: TextFiles, tokenizer: Tokenizer, text: str, chat: bool,
     Raises KdgenError when the chat template fails, or the tokenizer is not this model's.
     """
     if chat:
-        from kdgen.chat import messages_of, render_chat
+        from kdgen.text.chat import messages_of, render_chat
 
         tokens = tokenizer.encode(render_chat(files, messages_of(text, system)), begin=False)
     else:

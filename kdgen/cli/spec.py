@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from kdgen.errors import KdgenError
-from kdgen.model import described
-from kdgen.spec import shipped_specs
+from kdgen.runtime.model import described
+from kdgen.spec.model import shipped_specs
 
 TAKES = "kdgen spec takes a published model's folder or its config.json"
 

@@ -7,13 +7,13 @@ import time
 import unicodedata
 from collections.abc import Callable, Collection
 
-from kdgen.decode import Decoded
-from kdgen.startup import process_seconds
-from kdgen.tokenizer import TextStream, Tokenizer
+from kdgen.cli.process_age import process_seconds
+from kdgen.runtime.decode import Decoded
+from kdgen.text.tokenizer import TextStream, Tokenizer
 
 
 class Live:
-    """Takes the tokens of each step (``kdgen.decode.Emit``), and passes each step's on to ``write`` at once.
+    """Takes the tokens of each step (``kdgen.runtime.decode.Emit``), and passes each step's on to ``write`` at once.
 
     With a tokenizer they are text, without ``stops``; else ids. It remembers what it was given, so that a run that is interrupted
     has something to report. ``before`` is called before the first is written.

@@ -9,8 +9,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kdgen.cli.output import printable
-from kdgen.engine import Engine
-from kdgen.tokenizer import Tokenizer
+from kdgen.runtime.engine import Engine
+from kdgen.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

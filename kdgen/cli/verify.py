@@ -13,7 +13,7 @@ from kdgen.backends import backend_names
 from kdgen.cli.options import IntRange
 from kdgen.cli.output import check_writable, console, emit_json, log, status
 from kdgen.plan.ir import Compute
-from kdgen.verify.report import SCHEMA, Check, failure_text, print_report
+from kdgen.verify.report.checks import SCHEMA, Check, failure_text, print_report
 
 
 @click.command("verify")
@@ -61,7 +61,7 @@ def command(
     if save is not None or ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--save and --seed belong to --fuzz")
     check_writable(page)
-    from kdgen.verify.page import write_page
+    from kdgen.verify.report.page import write_page
     from kdgen.verify.run import verify
 
     with log() as (doing, line):
@@ -95,7 +95,7 @@ def _fuzz(
     specs: tuple[str, ...], backend: str | None, compute: Compute | None, models: int, seed: int, jobs: int | None, save: Path | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    from kdgen.spec import load_spec
+    from kdgen.spec.model import load_spec
     from kdgen.verify import fuzz
 
     given = fuzz.given_model(load_spec(specs[0]), compute) if specs else None

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kdgen.decode import decode_plain, decode_tree
 from kdgen.demo.prompts import read_prompts
-from kdgen.draft_spec import no_drafter
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.engine import Engine
 from kdgen.errors import KdgenError
-from kdgen.model import open_engine, open_model, with_drafter
-from kdgen.resources import demo_dir
+from kdgen.files.resources import demo_dir
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.spec.drafter import no_drafter
 
 BUDGETS = (7, 15, 31, 63)
 SCHEMA = "kdgen.acceptance/1"

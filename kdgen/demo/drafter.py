@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdgen.demo.target import INITIAL_DEVIATION, Parameters, rmsnorm
-from kdgen.draft_spec import DraftSpec
-from kdgen.rope import rope_tables
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.rope import rope_tables
 
 
 def initial(draft: DraftSpec, seed: int) -> Parameters:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kdgen.errors import KdgenError
-from kdgen.inputs import read_input
+from kdgen.files.inputs import read_input
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdgen.rope import rope_tables
-from kdgen.spec import LORA_NORM_EPS, Spec
+from kdgen.spec.model import LORA_NORM_EPS, Spec
+from kdgen.spec.rope import rope_tables
 
 Parameters = dict[str, Tensor]
 INITIAL_DEVIATION = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from kdgen.demo.corpus import END, MASK
-from kdgen.tokenizer import byte_characters
+from kdgen.text.tokenizer import byte_characters
 
 
 def tokenizer_json() -> str:

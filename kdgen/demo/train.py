@@ -34,7 +34,6 @@ except ModuleNotFoundError as missing:
     print(f"kdgen.demo.train: error: {missing.name} is not installed: pip install 'kdgen[train]'", file=sys.stderr)
     sys.exit(2)
 
-from kdgen.config import published_config
 from kdgen.demo import corpus
 from kdgen.demo import drafter as drafters
 from kdgen.demo import target as targets
@@ -43,10 +42,11 @@ from kdgen.demo.drafter import Drafter
 from kdgen.demo.prompts import write_prompts
 from kdgen.demo.target import Parameters, Target
 from kdgen.demo.tokenizer import tokenizer_json
-from kdgen.draft_config import published_draft_config
-from kdgen.draft_spec import DraftSpec, no_drafter
 from kdgen.errors import KdgenError
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.drafter import DraftSpec, no_drafter
+from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.published import published_config
+from kdgen.spec.published_drafter import published_draft_config
 from kdgen.weights.quantize import quantize_model
 
 

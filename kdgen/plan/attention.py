@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kdgen.plan.splits import Splits
-from kdgen.plan.tiles import CLUSTER, SMEM_LIMIT, Mode, mma_warps
-from kdgen.spec import Spec
+from kdgen.plan.key_splits import Splits
+from kdgen.plan.tuning import CLUSTER, SMEM_LIMIT, Mode, mma_warps
+from kdgen.spec.model import Spec
 
 
 def mma_obstacles(spec: Spec) -> tuple[str, ...]:

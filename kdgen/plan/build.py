@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdgen.errors import KdgenError
-from kdgen.plan import draft, tiled
+from kdgen.plan import draft
+from kdgen.plan import many_rows as tiled
 from kdgen.plan.attention import combines_beside, has_wgmma_shapes, mma_obstacles
 from kdgen.plan.ir import Compute, Family, Limits, Plan
 from kdgen.plan.kernels import Catalogue
 from kdgen.plan.programs import buffers, gathers, programs
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
-from kdgen.plan.tiles import mode_of
+from kdgen.plan.tuning import mode_of
 from kdgen.plan.weights import weights
-from kdgen.spec import Spec
+from kdgen.spec.model import Spec
 
 
 def default_compute(spec: Spec) -> Compute:

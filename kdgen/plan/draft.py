@@ -12,15 +12,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.plan import ir, params
 from kdgen.plan.ir import MAX_PATH, ONE, Arg, Buffer, Compute, Cost, DType, Extent, Kernel, Launch, Limits, Program, Stage, Weight
 from kdgen.plan.kernels import ROW_EXTENT, Catalogue, Linear
 from kdgen.plan.programs import buffer, embedding, integer, joined_logits, launch, layer_weight, summed, top_k_launches, weight
 from kdgen.plan.shard import WHOLE, Shard, part_of, shares_draft
-from kdgen.plan.tiles import Mode, block_for, mode_of
+from kdgen.plan.tuning import Mode, block_for, mode_of
 from kdgen.plan.weights import stored_bytes
-from kdgen.spec import Spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec
 
 _TILE = 32  #: keys of an attention tile, one a lane
 _HEADS_PER_BLOCK = 4  #: a warp each

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kdgen.draft_spec import MAX_BLOCK
 from kdgen.plan.shard import WHOLE, Shard
+from kdgen.spec.drafter import MAX_BLOCK
 
 #: Targets that share a plan: ``sm_90a``, where a model's shapes let it use what only sm_90a has, and ``generic``, every target.
 Family = Literal["generic", "sm_90a"]
@@ -291,7 +291,7 @@ class Plan:
 
     @property
     def key_tiles(self) -> bool:
-        """Whether the cache lies in tiles (``kdgen.key_tiles``), of which attention on wgmma takes whole ones."""
+        """Whether the cache lies in tiles (``kdgen.plan.cache_layout``), of which attention on wgmma takes whole ones."""
         return self.family == "sm_90a"
 
     @property

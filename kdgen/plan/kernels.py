@@ -33,7 +33,7 @@ from kdgen.plan.attention import (
     wgmma_group,
     wgmma_smem,
 )
-from kdgen.plan.experts import (
+from kdgen.plan.expert_tiling import (
     CHOICE_BESIDE,
     EVEN_ASSIGNMENTS,
     EXPERT_TOKEN_TILES,
@@ -49,7 +49,7 @@ from kdgen.plan.experts import (
 )
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Cost, Extent, Kernel
 from kdgen.plan.shard import Exchange, part_of, shares_draft
-from kdgen.plan.tiles import (
+from kdgen.plan.tuning import (
     SMEM_LIMIT,
     WGMMA_SMEM_LIMIT,
     Mode,
@@ -62,7 +62,7 @@ from kdgen.plan.tiles import (
     input_slices,
     mma_warps,
 )
-from kdgen.spec import LORA_NORM_EPS, Spec
+from kdgen.spec.model import LORA_NORM_EPS, Spec
 
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 #: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
@@ -76,7 +76,7 @@ CHUNKS_AHEAD = 3  # of them, on their way; with 2 or 4, or the loop over them un
 ROUTER_CHUNKS_AHEAD = 4  # beside weights in registers; with 2 the layer takes the same, with 7 registers spill
 GENERIC_TOKENS = 8
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
-#: as another delay. By the bandwidth and the delay that kdgen.gpus has of NVLink; not measured.
+#: as another delay. By the bandwidth and the delay that kdgen.forecast.gpus has of NVLink; not measured.
 DIRECT_COPIES = 28
 ROW_EXTENT = Extent(per_tokens=1)
 SEQUENCE_EXTENT = Extent(per_sequence=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kdgen.plan.splits import Splits
+from kdgen.plan.key_splits import Splits
 
 CType = Literal["float", "bf16"]
 
@@ -134,7 +134,7 @@ class RopeCache:
     eps: float
     interleave: bool
     act: CType
-    tiled: bool  #: the cache lies in tiles (kdgen.key_tiles)
+    tiled: bool  #: the cache lies in tiles (kdgen.plan.cache_layout)
     block: int
     pairing_comment: str
 

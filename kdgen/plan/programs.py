@@ -22,12 +22,12 @@ from kdgen.plan.attention import (
     holds_heads,
     share_bytes,
 )
-from kdgen.plan.experts import CHOICE_BESIDE, ROUTER_BESIDE, has_bf16_router, routes_beside
+from kdgen.plan.expert_tiling import CHOICE_BESIDE, ROUTER_BESIDE, has_bf16_router, routes_beside
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Buffer, DType, Gather, Launch, Limits, Program, Stage
 from kdgen.plan.kernels import FEW, NORMED, SENT, norms_sums, top_k_parts
 from kdgen.plan.shard import Shard, part_of
-from kdgen.plan.tiles import Mode, column_blocks
-from kdgen.spec import Spec
+from kdgen.plan.tuning import Mode, column_blocks
+from kdgen.spec.model import Spec
 
 
 def buffers(whole: Spec, mode: Mode, limits: Limits, shard: Shard) -> tuple[Buffer, ...]:

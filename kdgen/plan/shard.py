@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.errors import KdgenError, RanksError
-from kdgen.spec import Spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec
 
 #: How partial results reach the other ranks: an all-gather, or kernels that read the other ranks' memory.
 Exchange = Literal["gather", "peer"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kdgen.plan.experts import has_bf16_router
+from kdgen.plan.expert_tiling import has_bf16_router
 from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Part, Weight
 from kdgen.plan.shard import Shard, part_of
-from kdgen.plan.tiles import Mode
-from kdgen.spec import Spec
+from kdgen.plan.tuning import Mode
+from kdgen.spec.model import Spec
 
 
 def stored_bytes(layout: Layout, dtype: DType, logical: tuple[int, int, int], group_size: int) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.reference import ops
 from kdgen.reference.published import read_rope
+from kdgen.spec.drafter import DraftSpec
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]

@@ -16,20 +16,20 @@ from rich.console import Console
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
-from kdgen.build import write_whole
+from kdgen.codegen.folders import write_whole
 from kdgen.demo.prompts import read_prompts
 from kdgen.errors import KdgenError
+from kdgen.files.resources import demo_dir
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import EXCHANGES, part_of, shard_obstacles
-from kdgen.resources import demo_dir
-from kdgen.spec import Spec
-from kdgen.verify.draw import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
-from kdgen.verify.exact import Exactness, Trained, check_exactness
-from kdgen.verify.kernels import check_kernels
-from kdgen.verify.ranks import check_ranks
-from kdgen.verify.rounds import drawn_rounds, favouring, shipped
+from kdgen.spec.model import Spec
+from kdgen.verify.decoding.draw import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
+from kdgen.verify.decoding.exact import Exactness, Trained, check_exactness
+from kdgen.verify.decoding.ranks import check_ranks
+from kdgen.verify.decoding.rounds import drawn_rounds, favouring, shipped
+from kdgen.verify.kernels.check import check_kernels
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.workers import Workers, cpus
 from kdgen.weights.checkpoint import Checkpoint

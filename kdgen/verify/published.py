@@ -11,7 +11,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kdgen.config import parse_config
 from kdgen.errors import SpecError
 from kdgen.plan import params
 from kdgen.plan.attention import mma_obstacles
@@ -19,9 +18,10 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Kernel, Plan
 from kdgen.reference.model import ReferenceModel
 from kdgen.reference.published import Published, Router, read
-from kdgen.spec import Spec
-from kdgen.verify.bench import Findings
-from kdgen.verify.rope import check_tables
+from kdgen.spec.model import Spec
+from kdgen.spec.published import parse_config
+from kdgen.verify.kernels.harness import Findings
+from kdgen.verify.kernels.rope_tables import check_tables
 
 #: Relative; numbers go through float32 text at most.
 ROUNDING = 1e-7

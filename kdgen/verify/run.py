@@ -19,39 +19,41 @@ import numpy as np
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
 from kdgen.backends.cuda import cuda_unusable
-from kdgen.build import check as check_folders
-from kdgen.config import load_config
+from kdgen.codegen.folders import check as check_folders
 from kdgen.errors import BackendError, KdgenError, SpecError
-from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
+from kdgen.files.resources import checkout_folder
 from kdgen.plan.attention import WGMMA_TILE, mma_obstacles
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
 from kdgen.plan.kernels import unsent
+from kdgen.plan.many_rows import is_twin, twin_of
 from kdgen.plan.params import CombineAndHeads, PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
-from kdgen.plan.tiled import is_twin, twin_of
 from kdgen.reference.tree import Tree, ranked_rows
-from kdgen.resources import checkout_folder
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import Spec, load_spec, shipped_specs
-from kdgen.verify import full_size, joins, rank_matrix
-from kdgen.verify.bench import SLICE_TILES, TOKENS, Bench, Findings, Size
-from kdgen.verify.decodes import FEW_SITUATIONS, SITUATIONS, check_decodes, oracle_subject, random_subject
-from kdgen.verify.decodes import Situation as DecodeSituation
-from kdgen.verify.draw import RequestDraw, Situation
-from kdgen.verify.exact import check_exactness
-from kdgen.verify.kernels import KernelCheck, check_kernel, load_kernels
-from kdgen.verify.programs import CONTEXT as PROGRAM_CONTEXT
-from kdgen.verify.programs import Model, check_programs, model_of_ranks, models
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import Spec, load_spec, shipped_specs
+from kdgen.spec.published import load_config
+from kdgen.verify.decoding import rank_matrix
+from kdgen.verify.decoding.decodes import FEW_SITUATIONS, SITUATIONS, check_decodes, oracle_subject, random_subject
+from kdgen.verify.decoding.decodes import Situation as DecodeSituation
+from kdgen.verify.decoding.draw import RequestDraw, Situation
+from kdgen.verify.decoding.exact import check_exactness
+from kdgen.verify.decoding.programs import CONTEXT as PROGRAM_CONTEXT
+from kdgen.verify.decoding.programs import Model, check_programs, model_of_ranks, models
+from kdgen.verify.decoding.ranks import check_ranks
+from kdgen.verify.decoding.rounds import check_shipped_rounds, check_small_rounds
+from kdgen.verify.kernels import full_size
+from kdgen.verify.kernels import rank_sums as joins
+from kdgen.verify.kernels.check import KernelCheck, check_kernel, load_kernels
+from kdgen.verify.kernels.harness import SLICE_TILES, TOKENS, Bench, Findings, Size
+from kdgen.verify.kernels.rope_tables import check_tables
+from kdgen.verify.kernels.text_rules import text_problems
+from kdgen.verify.kernels.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
+from kdgen.verify.oracles.models import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.verify.ptx.checks import check_primitives
 from kdgen.verify.published import check_config, check_numbers, configs
-from kdgen.verify.ranks import check_ranks
-from kdgen.verify.report import Check, Report, Status, finite, make_report
-from kdgen.verify.rope import check_tables
-from kdgen.verify.rounds import check_shipped_rounds, check_small_rounds
+from kdgen.verify.report.checks import Check, Report, Status, finite, make_report
 from kdgen.verify.shrink import is_wide, shrink
-from kdgen.verify.text import text_problems
-from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 from kdgen.verify.variants import variants
 from kdgen.verify.workers import Workers, cpus, threads_each
 

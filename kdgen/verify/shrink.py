@@ -23,10 +23,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.plan.attention import WGMMA_LATENTS, WGMMA_TILE
 from kdgen.plan.ir import Family
-from kdgen.spec import Spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec
 
 #: Parameters that the CPU emulator decodes within seconds.
 CPU_PARAMETERS = 20_000_000

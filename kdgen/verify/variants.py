@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.model import Spec, load_spec
 
 _YARN = {
     "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,

@@ -15,7 +15,7 @@ from time import perf_counter, sleep
 from typing import Any, Generic, TypeVar
 
 from kdgen.errors import KdgenError
-from kdgen.ranks import signal_of
+from kdgen.ranks.group import signal_of
 
 Work = TypeVar("Work")
 Answer = TypeVar("Answer")

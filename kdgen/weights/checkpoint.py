@@ -16,11 +16,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.draft_spec import DraftSpec
 from kdgen.errors import WeightError
-from kdgen.fields import TensorGroup, show_key
-from kdgen.inputs import parse_json, read_input
-from kdgen.spec import Spec
+from kdgen.files.inputs import parse_json, read_input
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.fields import TensorGroup, show_key
+from kdgen.spec.model import Spec
 from kdgen.weights.header import read_header
 
 Array = NDArray[Any]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdgen.errors import WeightError
-from kdgen.fields import show, show_key
-from kdgen.inputs import open_input, parse_json
+from kdgen.files.inputs import open_input, parse_json
+from kdgen.spec.fields import show, show_key
 
 #: safetensors' own limit
 _MAX_HEADER = 100_000_000

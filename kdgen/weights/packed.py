@@ -17,8 +17,8 @@ from typing import Any
 
 from kdgen.errors import WeightError
 from kdgen.plan.ir import ITEM_BYTES, Compute, Plan, Weight
-from kdgen.spec import Spec
-from kdgen.tokenizer import TextFiles
+from kdgen.spec.model import Spec
+from kdgen.text.tokenizer import TextFiles
 from kdgen.weights.finite import first_bad_value
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr_parts
 from kdgen.weights.pack import LAYOUT_VERSION, Array, PackedWeights

@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.config import WRAPPERS, load_config, published_quantization
 from kdgen.errors import KdgenError, WeightError
-from kdgen.spec import MAX_JSON_BYTES, Quantization, Spec, read_text
+from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec, read_text
+from kdgen.spec.published import WRAPPERS, load_config, published_quantization
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, as_stored
 from kdgen.weights.finite import first_not_finite

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.fields import TensorGroup
-from kdgen.spec import Spec
+from kdgen.spec.fields import TensorGroup
+from kdgen.spec.model import Spec
 
 Array = NDArray[Any]
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.errors import WeightError
-from kdgen.temporary import remove_abandoned, temporary_file, temporary_folder
+from kdgen.files.temporary import remove_abandoned, temporary_file, temporary_folder
 
 
 @dataclass(frozen=True)

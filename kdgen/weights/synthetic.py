@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.plan.ir import ITEM_BYTES, DType, Weight
-from kdgen.spec import Spec
+from kdgen.spec.model import Spec
 from kdgen.weights.pack import Array, PackedWeights, numpy_dtype, packed_parts
 from kdgen.weights.random import BF16, INT4_DEVIATION, SCALE_SPREAD, RandomWeights, even_nibbles
 

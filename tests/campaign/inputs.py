@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from kdgen.model import described
-from kdgen.spec import Spec
+from kdgen.runtime.model import described
+from kdgen.spec.model import Spec
 from kdgen.verify.published import raw
 from tests.campaign import judge
 from tests.campaign.damage import (

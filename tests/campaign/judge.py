@@ -18,7 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from kdgen.reference.model import ReferenceModel
-from kdgen.spec import Spec
+from kdgen.spec.model import Spec
 from tests.campaign.damage import Damage, split_safetensors
 from tests.campaign.process import MOST_BYTES, Outcome
 from tests.campaign.subjects import NEW_TOKENS, PROMPT, TEXT_TOKENS, prompt_ids

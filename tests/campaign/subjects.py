@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kdgen.resources import demo_dir, specs_dir
-from kdgen.spec import Spec, load_spec
+from kdgen.files.resources import demo_dir, specs_dir
+from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.random import random_weights
 from tests.campaign.process import environment, run
 from tests.checkpoints import write_model

@@ -12,7 +12,7 @@ import pytest
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
-from kdgen.key_tiles import to_tiles
+from kdgen.plan.cache_layout import to_tiles
 
 F32 = npt.NDArray[np.float32]
 

@@ -10,7 +10,7 @@ import pytest
 from kdgen.backends.base import Backend, DeviceArray, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
 from kdgen.errors import BackendError, CompileError
-from kdgen.target import target_for
+from kdgen.plan.arch import target_for
 
 pytestmark = pytest.mark.gpu
 

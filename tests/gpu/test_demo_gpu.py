@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kdgen.backends.base import Backend
 from kdgen.cli import main
-from kdgen.resources import demo_dir
+from kdgen.files.resources import demo_dir
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ import pytest
 
 from kdgen.backends.base import Launch, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
-from kdgen.bench_parts import run_step
-from kdgen.engine import Engine
-from kdgen.key_tiles import from_tiles, to_tiles
+from kdgen.bench.parts import run_step
 from kdgen.plan.build import build_plan
+from kdgen.plan.cache_layout import from_tiles, to_tiles
 from kdgen.plan.ir import Limits
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.engine import Engine
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 

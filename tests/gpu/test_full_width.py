@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.spec import Spec, load_spec
+from kdgen.runtime.engine import Engine
+from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.published import reference_of
 from kdgen.weights.random import RandomWeights, random_weights
 

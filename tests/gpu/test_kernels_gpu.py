@@ -13,10 +13,10 @@ from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
-from kdgen.spec import Spec, load_spec
-from kdgen.verify import attention
-from kdgen.verify.draw import Situation
-from kdgen.verify.kernels import check_kernels
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.decoding.draw import Situation
+from kdgen.verify.kernels import attention
+from kdgen.verify.kernels.check import check_kernels
 from kdgen.verify.run import own_and_decode
 
 pytestmark = pytest.mark.gpu

@@ -19,11 +19,11 @@ import sys
 
 import pytest
 
-from kdgen.oracles import model_cases
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import Exchange
-from kdgen.spec import load_spec
-from kdgen.verify.ranks import check_ranks
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.ranks import check_ranks
+from kdgen.verify.oracles.models import model_cases
 from kdgen.verify.variants import variants
 
 pytestmark = pytest.mark.gpu

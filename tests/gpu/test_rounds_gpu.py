@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from kdgen.backends.base import Backend, Pointer, Source
-from kdgen.budget import AutoBudget, Budgets, FixedBudget
-from kdgen.decode import decode_plain, decode_rounds
 from kdgen.drafters.base import BlockDraft
-from kdgen.engine import Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.rounds import Rounds
-from kdgen.sampling import Sampling
-from kdgen.spec import load_spec
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.budget import AutoBudget, Budgets, FixedBudget
+from kdgen.runtime.decode import decode_plain, decode_rounds
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.rounds import Rounds
+from kdgen.runtime.sampling import Sampling
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ from tests.mutants.mutant import seen_by, tested_by
 ROUNDS = [
     *seen_by(
         "rounds",
-        "kdgen/rounds.py",
+        "kdgen/runtime/rounds.py",
         ("rounds of",),
         (
             "a unit recorded for a shorter context",
@@ -39,7 +39,7 @@ ROUNDS = [
     ),
     *seen_by(
         "rounds",
-        "kdgen/decode.py",
+        "kdgen/runtime/decode.py",
         ("rounds of",),
         ("a round gives more tokens than are wanted", "new = done.tokens[: limit - len(tokens)]", "new = done.tokens"),
         (
@@ -50,7 +50,7 @@ ROUNDS = [
     ),
     *seen_by(
         "rounds",
-        "kdgen/rounds.py",
+        "kdgen/runtime/rounds.py",
         ("rounds of",),
         (
             "measured steps end with token 0",
@@ -60,7 +60,7 @@ ROUNDS = [
     ),
     *tested_by(
         "rounds",
-        "kdgen/budget.py",
+        "kdgen/runtime/budget.py",
         "tests/unit/test_budget.py",
         ("a round's outcome is another's", "if not self._looks.popleft():", "if not self._looks.pop():"),
         (
@@ -188,7 +188,7 @@ ORDER = [
 WORSE = [
     *seen_by(
         "worse",
-        "kdgen/batch.py",
+        "kdgen/runtime/batch.py",
         ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
         ("a drafter is shown no prompt", "propose([*self.request.prompt, *self.tokens], depths)", "propose(self.tokens, depths)"),
         (
@@ -217,7 +217,7 @@ WORSE = [
     ),
     *seen_by(
         "worse",
-        "kdgen/engine.py",
+        "kdgen/runtime/engine.py",
         ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
         ("a block's candidates are those of the root's row", "first = int(begins[place]) + 1  #", "first = int(begins[place])  #"),
         (
@@ -232,13 +232,13 @@ WORSE = [
 SEEDS = [
     *seen_by(
         "seeds",
-        "kdgen/sampling.py",
+        "kdgen/runtime/sampling.py",
         ("tiny f32, requests together", "2 ranks"),
         ("a seed of 64 bits is refused", "0 <= self.seed < 2**64", "0 <= self.seed < 2**63"),
     ),
     *seen_by(
         "seeds",
-        "kdgen/engine.py",
+        "kdgen/runtime/engine.py",
         ("tiny f32, requests together", "2 ranks"),
         ("seeds are signed", "np.array([s.seed for s in chosen], np.uint64)", "np.array([s.seed for s in chosen]).astype(np.int64)"),
         (

@@ -7,7 +7,7 @@ from tests.mutants.mutant import seen_by, tested_by
 SHARED = [
     *seen_by(
         "shared",
-        "kdgen/spec.py",
+        "kdgen/spec/model.py",
         ("tables", "numbers of the config"),
         (
             "attention's scale takes the other mscale",
@@ -17,7 +17,7 @@ SHARED = [
     ),
     *seen_by(
         "shared",
-        "kdgen/fields.py",
+        "kdgen/spec/fields.py",
         ("tables", "numbers of the config"),
         ("one mscale is enough for their ratio", "if self.mscale and self.mscale_all_dim:", "if self.mscale or self.mscale_all_dim:"),
         (
@@ -33,7 +33,7 @@ SHARED = [
     ),
     *seen_by(
         "shared",
-        "kdgen/rope.py",
+        "kdgen/spec/rope.py",
         ("tables", "numbers of the config"),
         (
             "the ramp ends by pairs",
@@ -48,7 +48,7 @@ SHARED = [
     ),
     *seen_by(
         "shared",
-        "kdgen/config.py",
+        "kdgen/spec/published.py",
         ("numbers of the config",),
         ("GLM has no dense layer where it says nothing", "        dense = 1\n", "        dense = 0\n"),
         (
@@ -114,7 +114,7 @@ FILES = [
     ),
     *tested_by(
         "files",
-        "kdgen/tokenizer.py",
+        "kdgen/text/tokenizer.py",
         "tests/unit/test_tokenizer.py",
         ("a prompt is cut as in training", "            self._tokenizer.no_truncation()  # both", "            # both"),
         ("nothing stands before a text", "add_special_tokens=begin", "add_special_tokens=False"),

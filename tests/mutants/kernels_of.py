@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from kdgen.backends import open_backend
 from kdgen.plan.ir import Kernel
-from kdgen.spec import load_spec
-from kdgen.verify import full_size, run
-from kdgen.verify.report import Check
+from kdgen.spec.model import load_spec
+from kdgen.verify import run
+from kdgen.verify.kernels import full_size
+from kdgen.verify.report.checks import Check
 from kdgen.verify.variants import variants
 
 ALWAYS = {"tree_build.cu.j2", "tree_accept.cu.j2"}  # which hold the oracle's trees

@@ -1,6 +1,6 @@
 """The mutants: where, what was right, what is wrong, what bug that is, and which part of ``kdgen verify`` should see it.
 
-``part`` is the part of the report (kdgen.verify.report.Check) that catches it first:
+``part`` is the part of the report (kdgen.verify.report.checks.Check) that catches it first:
 ``kernel`` is one kernel against float64 and by bits in other companies, ``checker`` the race checker, ``together`` and ``decode``
 whole models by bits, ``logits`` whole models against oracle or float64.
 """
@@ -995,7 +995,7 @@ TEMPLATES = [
 
 PLAN = [
     *_in(
-        "kdgen/plan/tiles.py",
+        "kdgen/plan/tuning.py",
         ("warps that leave steps over", "if warps <= most and steps % warps == 0)", "if warps <= most)", "refused"),
     ),
     *_in(
@@ -1086,7 +1086,7 @@ PLAN = [
 
 HOST = [
     *_in(
-        "kdgen/engine.py",
+        "kdgen/runtime/engine.py",
         (
             "reset leaves the length on the device",
             'self.backend.write(self._buffers["sequence_length"], np.zeros(1, np.int32), sequence)\n        if',
@@ -1115,7 +1115,7 @@ HOST = [
         ),
     ),
     *_in(
-        "kdgen/rounds.py",
+        "kdgen/runtime/rounds.py",
         (
             "what was decoded ahead stays",
             "self._running.clear()\n        self.engine.cut(length, root)",
@@ -1124,7 +1124,7 @@ HOST = [
         ),
     ),
     *_in(
-        "kdgen/decode.py",
+        "kdgen/runtime/decode.py",
         (
             "a tree deeper than what is left",
             "depths = min(block_size - 1, limit - len(tokens) - 1)",
@@ -1151,7 +1151,7 @@ HOST = [
         ),
     ),
     *_in(
-        "kdgen/batch.py",
+        "kdgen/runtime/batch.py",
         (
             "a slab taken over with its last owner's sampling",
             "self._engine.reset(sequence, self._running[sequence].request.sampling)",
@@ -1167,7 +1167,7 @@ HOST = [
         ),
     ),
     *_in(
-        "kdgen/rope.py",
+        "kdgen/spec/rope.py",
         ("YaRN's ramp the other way", "extrapolated = np.float32(1) - ramp", "extrapolated = ramp", "tables"),
         ("YaRN's amplitude left out of sines", "np.sin(angles) * amplitude", "np.sin(angles)", "tables"),
     ),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdgen.render import parts_of
+from kdgen.codegen.render import parts_of
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -163,7 +163,7 @@ RANKS = [
     ),
     *seen_by(
         "ranks",
-        "kdgen/rounds.py",
+        "kdgen/runtime/rounds.py",
         ("rounds of every kind",),
         ("each rank goes by its own costs", "return self.engine.backend.agreed(self._costs)", "return self._costs"),
     ),

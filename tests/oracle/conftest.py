@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kdgen.oracles import model_cases, tree_cases
+from kdgen.verify.oracles.models import model_cases, tree_cases
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

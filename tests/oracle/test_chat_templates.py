@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kdgen.chat import messages_of, render_chat
-from kdgen.tokenizer import TextFiles
+from kdgen.text.chat import messages_of, render_chat
+from kdgen.text.tokenizer import TextFiles
 
 reference = pytest.importorskip("transformers.utils.chat_template_utils", reason="the oracle needs transformers: pip install kdgen[oracle]")
 

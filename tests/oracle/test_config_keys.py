@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdgen.config import parse_config
 from kdgen.errors import SpecError
 from kdgen.reference.model import ReferenceModel
 from kdgen.reference.published import Published, read
+from kdgen.spec.published import parse_config
 from kdgen.verify.published import check_numbers
 from kdgen.weights.checkpoint import Checkpoint
 

@@ -11,15 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import decode_plain, decode_tree
-from kdgen.draft_oracles import Generation, GenerationCase, TreeRound, generation_cases
 from kdgen.drafters.base import Proposal
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.engine import Engine, Verified
-from kdgen.model import open_engine, open_model, with_drafter
 from kdgen.plan.ir import Compute
-from kdgen.sampling import Sampling
-from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.engine import Engine, Verified
+from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.runtime.sampling import Sampling
+from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
+from kdgen.verify.oracles.drafters import Generation, GenerationCase, TreeRound, generation_cases
 
 #: Path log-probabilities that are nearer than this may change places in float32.
 NOISE = 1e-4

@@ -11,14 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import ReplayDrafter
-from kdgen.model import open_engine, open_model
-from kdgen.oracles import ModelCase
 from kdgen.plan.ir import Compute
-from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.model import open_engine, open_model
+from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
+from kdgen.verify.oracles.models import ModelCase
 
 #: Of the largest logit's magnitude. The oracle's own float32 rounding is part of it.
 RELATIVE_TOLERANCE = 1e-5

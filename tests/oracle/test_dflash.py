@@ -7,10 +7,10 @@ import pytest
 from drafting import FedDrafter
 
 from kdgen.backends.base import Backend
-from kdgen.draft_oracles import DraftCase, draft_cases
 from kdgen.plan.ir import Compute
 from kdgen.reference.dflash import ReferenceDrafter
-from kdgen.verify import tolerances
+from kdgen.verify.kernels import tolerances
+from kdgen.verify.oracles.drafters import DraftCase, draft_cases
 
 #: The oracle ran in float32, whose RoPE angles at positions above 600 are off by more than everything else together.
 TOLERANCE = 1e-4

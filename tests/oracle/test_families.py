@@ -15,13 +15,13 @@ from checkpoints import write_safetensors
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import ReplayDrafter
-from kdgen.model import open_engine, open_model
 from kdgen.reference.model import ReferenceModel
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.model import open_engine, open_model
+from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.published import reference_of
-from kdgen.verify.recording import RecordingEngine, differing_bits
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.quantize import quantize_model
 

@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 
-from kdgen.config import load_config
-from kdgen.oracles import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.reference.model import ReferenceModel
 from kdgen.reference.tree import build_tree, compact, ranked_rows, walk
+from kdgen.spec.published import load_config
+from kdgen.verify.oracles.models import ModelCase, TreeCase, model_cases, tree_cases
 from kdgen.weights.checkpoint import Checkpoint
 
 # The oracle ran in float32: its own error on logits near 7 is about 2e-5 (4e-5 with YaRN over 120 positions).

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers_made import SPECIAL, byte_level, kimi
 
-from kdgen.tokenizer import TextFiles, decode, load_tokenizer, special_token
+from kdgen.text.tokenizer import TextFiles, decode, load_tokenizer, special_token
 
 transformers = pytest.importorskip("transformers", reason="transformers' tokenizers are the oracle; install the oracle extra")
 

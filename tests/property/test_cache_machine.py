@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from kdgen.backends import open_backend
 from kdgen.drafters.base import Candidates
-from kdgen.engine import Draft, Engine
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
 from kdgen.reference.tree import build_tree, walk
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 

@@ -7,9 +7,9 @@ from hypothesis import example, given
 from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import Spec
-from kdgen.verify.draw import RequestDraw, Situation
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import Spec
+from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.variants import variants
 
 #: A tree over the end of the context, beside a request that takes its slab over.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kdgen.config import load_config
-from kdgen.oracles import model_cases
 from kdgen.plan.ir import Compute
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.ranks import check_ranks
-from kdgen.verify.report import Check
+from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.published import load_config
+from kdgen.verify.decoding.ranks import check_ranks
+from kdgen.verify.oracles.models import model_cases
+from kdgen.verify.report.checks import Check
 from kdgen.verify.variants import variants
 
 #: Dimensions that 1 to 4 ranks divide, 3 of them into odd parts.

@@ -7,9 +7,9 @@ from hypothesis import event, example, given, settings
 from strategies import rounds_draws
 
 from kdgen.backends.base import Backend
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.verify.draw import RoundsDraw
-from kdgen.verify.rounds import drawn_rounds, favouring, small
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.verify.decoding.draw import RoundsDraw
+from kdgen.verify.decoding.rounds import drawn_rounds, favouring, small
 
 MODEL = favouring(small().model.spec, 1)
 #: Trees over the end of the context, and a stop in the first round's path.

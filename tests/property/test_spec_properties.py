@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from strategies import specs
 
-from kdgen.config import parse_config, published_config
-from kdgen.spec import Spec, parse_spec
+from kdgen.spec.model import Spec, parse_spec
+from kdgen.spec.published import parse_config, published_config
 
 
 @given(specs(quantized=None))

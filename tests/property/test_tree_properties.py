@@ -16,10 +16,10 @@ from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Plan
 from kdgen.reference.tree import build_tree, walk
-from kdgen.spec import load_spec
-from kdgen.verify.bench import Bench
-from kdgen.verify.kernels import load_kernels
-from kdgen.verify.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
+from kdgen.spec.model import load_spec
+from kdgen.verify.kernels.check import load_kernels
+from kdgen.verify.kernels.harness import Bench
+from kdgen.verify.kernels.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
 

@@ -10,8 +10,8 @@ from kdgen.backends import open_backend
 from kdgen.plan.attention import wgmma_blocks, wgmma_group
 from kdgen.plan.build import build_plan
 from kdgen.plan.shard import Shard
-from kdgen.spec import load_spec
-from kdgen.verify.kernels import check_kernels
+from kdgen.spec.model import load_spec
+from kdgen.verify.kernels.check import check_kernels
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("k26", 1), ("k26", 2), ("k26", 8), ("deepseek-v3", 1), ("moonlight-16b-a3b", 1)])

@@ -16,7 +16,7 @@ from kdgen.backends.base import Source
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
 from kdgen.errors import BackendError, KdgenError
-from kdgen.model import open_engine, random_model
+from kdgen.runtime.model import open_engine, random_model
 
 
 class FakeDriver:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from kdgen.backends.base import Backend
-from kdgen.batch import Batch, Request, decode_together
-from kdgen.decode import decode_plain
 from kdgen.drafters.ngram import NgramDrafter
-from kdgen.engine import Draft, Engine, Verified
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import load_spec
+from kdgen.runtime.batch import Batch, Request, decode_together
+from kdgen.runtime.decode import decode_plain
+from kdgen.runtime.engine import Draft, Engine, Verified
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import load_spec
 from kdgen.weights.random import random_weights
 
 TINY = load_spec("tiny")

@@ -13,26 +13,26 @@ from typing import IO, Any
 import pytest
 from click.testing import CliRunner, Result
 
-import kdgen.bench
-import kdgen.bench_parts
-import kdgen.bench_ranks
-import kdgen.bench_timing
+import kdgen.bench.parts
+import kdgen.bench.ranks
+import kdgen.bench.run
+import kdgen.bench.timing
 import kdgen.cli.bench
 from kdgen.backends.base import AllGather, Backend, DeviceArray, Mailbox, Replay, Source, Work
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu
-from kdgen.bench import BenchReport, KernelTime, StepTime
-from kdgen.bench_parts import distinct_experts
-from kdgen.bench_peers import open_torch
-from kdgen.bench_plot import plot
-from kdgen.bench_timing import Contender, median, medians
+from kdgen.bench.parts import distinct_experts
+from kdgen.bench.peers import open_torch
+from kdgen.bench.plot import plot
+from kdgen.bench.run import BenchReport, KernelTime, StepTime
+from kdgen.bench.timing import Contender, median, medians
 from kdgen.cli import main
-from kdgen.compile import compile_all
+from kdgen.codegen.compile import compile_all
 from kdgen.errors import BackendError, KdgenError
+from kdgen.files.resources import templates_dir
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.ranks import Place
-from kdgen.resources import templates_dir
-from kdgen.spec import load_spec
+from kdgen.ranks.group import Place
+from kdgen.spec.model import load_spec
 
 SECONDS = 1e-3
 
@@ -72,9 +72,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache_directory: Path) -> FakeGpu:
     gpu = FakeGpu()
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (gpu, WHOLE))
     monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
-    monkeypatch.setattr(kdgen.bench, "READ_MEGABYTES", 1)
-    monkeypatch.setattr(kdgen.bench_parts, "MATRIX_ROUNDS", 1)
-    monkeypatch.setattr(kdgen.bench_timing, "REPLAYS", 1)
+    monkeypatch.setattr(kdgen.bench.run, "READ_MEGABYTES", 1)
+    monkeypatch.setattr(kdgen.bench.parts, "MATRIX_ROUNDS", 1)
+    monkeypatch.setattr(kdgen.bench.timing, "REPLAYS", 1)
     return gpu
 
 
@@ -138,7 +138,7 @@ def test_ranks_beside_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
         output.write(json.dumps(report).encode())
         return 0
 
-    monkeypatch.setattr(kdgen.bench_ranks, "run_ranks", run)
+    monkeypatch.setattr(kdgen.bench.ranks, "run_ranks", run)
     result = bench("--nodes", "1,4", "--tp", "2", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kdgen.bench_humming import Humming, open_humming
-from kdgen.bench_peers import Torch
+from kdgen.bench.humming import Humming, open_humming
+from kdgen.bench.peers import Torch
 
 BLOCK = 4
 
@@ -82,7 +82,7 @@ def humming(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, f"humming.{name}", module)
     monkeypatch.setitem(sys.modules, "humming", ModuleType("humming"))
-    monkeypatch.setattr("kdgen.bench_humming.version", lambda name: "0.0")
+    monkeypatch.setattr("kdgen.bench.humming.version", lambda name: "0.0")
 
 
 def test_every_assignment_meets_its_expert_once(humming: None) -> None:

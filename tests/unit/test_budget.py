@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kdgen.budget import AutoBudget, FixedBudget, bucket_sums, budget_for
 from kdgen.reference.tree import build_tree
+from kdgen.runtime.budget import AutoBudget, FixedBudget, bucket_sums, budget_for
 from tests.budget_traces import COSTS, Position, Trace, drawn, recorded, simulate, switching
 
 BUDGETS = (7, 15, 31, 63)

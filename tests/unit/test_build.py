@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kdgen import build as building
-from kdgen.build import (
+from kdgen.cli import main
+from kdgen.codegen import folders as building
+from kdgen.codegen.cache import Cache
+from kdgen.codegen.folders import (
     MANIFEST,
     TEMPORARY,
     BuildReport,
@@ -29,13 +31,11 @@ from kdgen.build import (
     plans_for,
     write_if_different,
 )
-from kdgen.cache import Cache
-from kdgen.cli import main
 from kdgen.errors import CompileError, KdgenError
+from kdgen.files.resources import specs_dir
+from kdgen.files.temporary import temporary_file
 from kdgen.plan.build import build_plan
-from kdgen.resources import specs_dir
-from kdgen.spec import load_spec
-from kdgen.temporary import temporary_file
+from kdgen.spec.model import load_spec
 
 ARCH = ("sm_90a",)
 TINY = plans_for(["tiny"])
@@ -338,7 +338,7 @@ def test_a_full_disk_leaves_whole_files(built: Path) -> None:
     # clang-format's own files would hit the limit first; the texts are rendered before, without it
     script = f"""
 import resource, signal
-from kdgen import build as building
+from kdgen.codegen import folders as building
 from kdgen.cli import main
 good = building.generate
 def generate(plan):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kdgen.cache import Cache, digest
+from kdgen.codegen.cache import Cache, digest
 
 KEY = digest("some", "source")
 
@@ -82,7 +82,7 @@ def test_default_reads_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_two_processes_put_the_same_entries_at_once(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from kdgen.cache import Cache, digest\n"
+        "import sys; from pathlib import Path; from kdgen.codegen.cache import Cache, digest\n"
         "cache = Cache(Path(sys.argv[1]))\n"
         "for i in range(200):\n"
         "    assert cache.put('k', digest(str(i)), '.bin', b'x' * 1000)\n"

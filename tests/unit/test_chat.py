@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kdgen.chat import ChatRenderer, messages_of, render_chat
 from kdgen.errors import KdgenError
-from kdgen.tokenizer import TextFiles
+from kdgen.text.chat import ChatRenderer, messages_of, render_chat
+from kdgen.text.tokenizer import TextFiles
 
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from strategies import specs
 
-from kdgen.config import load_config
 from kdgen.errors import WeightError
-from kdgen.spec import Quantization, Spec, load_spec
+from kdgen.spec.model import Quantization, Spec, load_spec
+from kdgen.spec.published import load_config
 from kdgen.verify.published import reference_of
 from kdgen.weights.checkpoint import Checkpoint, as_stored
 from kdgen.weights.random import random_weights

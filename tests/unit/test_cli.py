@@ -31,7 +31,7 @@ from kdgen.cli.output import (
     size_text,
 )
 from kdgen.errors import KdgenError
-from kdgen.spec import shipped_specs
+from kdgen.spec.model import shipped_specs
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, write_kdtr
 
 
@@ -284,7 +284,7 @@ def test_doctor_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kdgen.cache import Cache, digest
+    from kdgen.codegen.cache import Cache, digest
 
     monkeypatch.setenv("KDGEN_CACHE_DIR", str(tmp_path))
     assert kdgen("cache", "dir").output == f"{tmp_path}\n"

@@ -7,12 +7,12 @@ import pytest
 
 from kdgen.backends import open_backend
 from kdgen.drafters.synthetic import wide_candidates
-from kdgen.engine import Engine
 from kdgen.plan.attention import ATTENTION_ROWS, COMBINE_BESIDE
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.spec import load_spec
+from kdgen.runtime.engine import Engine
+from kdgen.spec.model import load_spec
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 

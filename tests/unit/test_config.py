@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kdgen.config import load_config, parse_config, published_config, spec_name
 from kdgen.errors import SpecError
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.published import load_config, parse_config, published_config, spec_name
 
 #: What Kimi K2.5's hub page holds, without the vision tower's own keys.
 KIMI: dict[str, Any] = json.loads(

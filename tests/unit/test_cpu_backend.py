@@ -23,8 +23,8 @@ from kdgen.backends.base import Argument, DeviceArray, Pointer, Source
 from kdgen.backends.cpu import NUMPY_DTYPES, SHARED_LIMIT, CpuBackend, Mode
 from kdgen.backends.host_compiler import HostCompiler
 from kdgen.errors import BackendError, CompileError
+from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import DType
-from kdgen.resources import templates_dir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from kdgen.backends.base import DeviceArray, Launch, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
 from kdgen.backends.cuda_launch import Ring, Shape, blocks_of_cluster, carveout, elements, needs_opt_in, recorded_context, scalar, shape_of
 from kdgen.errors import BackendError
-from kdgen.target import arch_of_device, target_for
+from kdgen.plan.arch import arch_of_device, target_for
 from tests.fake_gpu import MILLISECONDS, FakeGpu
 
 ARRAY = DeviceArray((4,), "f32", 1 << 41, 16, 1)

@@ -14,7 +14,7 @@ from kdgen.backends import peers
 from kdgen.backends.base import AllGather, Launch, Pointer, Source
 from kdgen.backends.cuda import CudaBackend
 from kdgen.errors import BackendError
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 from tests.fake_gpu import FakeGpu
 
 

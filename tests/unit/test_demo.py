@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdgen.config import load_config
 from kdgen.demo import corpus
 from kdgen.demo.acceptance import measure
 from kdgen.demo.curve import write_curve
 from kdgen.demo.prompts import Prompt, read_prompts, write_prompts
 from kdgen.demo.tokenizer import tokenizer_json
-from kdgen.draft_config import load_draft_config
 from kdgen.errors import KdgenError
-from kdgen.model import open_engine, open_model, with_drafter
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.reference.model import ReferenceModel
-from kdgen.spec import load_spec
-from kdgen.tokenizer import byte_characters
+from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.spec.model import load_spec
+from kdgen.spec.published import load_config
+from kdgen.spec.published_drafter import load_draft_config
+from kdgen.text.tokenizer import byte_characters
 from kdgen.verify.shrink import parameters
 from kdgen.weights.checkpoint import Checkpoint
 

@@ -21,8 +21,8 @@ from kdgen.cli import demo_model, main
 from kdgen.cli.tree_picture import Node, accepted, draw, guessed, readable
 from kdgen.demo.prompts import read_prompts
 from kdgen.demo.tokenizer import tokenizer_json
-from kdgen.resources import demo_dir
-from kdgen.tokenizer import TextFiles, decode, load_tokenizer
+from kdgen.files.resources import demo_dir
+from kdgen.text.tokenizer import TextFiles, decode, load_tokenizer
 
 BYTES = load_tokenizer(TextFiles("demo", {"tokenizer.json": tokenizer_json().encode()}))
 

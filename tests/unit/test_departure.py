@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kdgen.spec import load_spec
-from kdgen.verify.departure import first_departure
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.departure import first_departure
 from kdgen.verify.published import reference_of
 from kdgen.weights.random import random_weights
 

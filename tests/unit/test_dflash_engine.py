@@ -10,16 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.base import BlockDraft, Candidates, DraftLogits
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.engine import Draft, Engine
 from kdgen.errors import KdgenError, WeightError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.sampling import Sampling
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.sampling import Sampling
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 
 SPEC = load_spec("tiny-dflash")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kdgen.draft_config import load_draft_config, parse_draft_config
-from kdgen.draft_spec import DraftSpec
 from kdgen.errors import SpecError
-from kdgen.spec import load_spec, parse_spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import load_spec, parse_spec
+from kdgen.spec.published_drafter import load_draft_config, parse_draft_config
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from kdgen.backends.base import Backend
-from kdgen.batch import Request, decode_together
-from kdgen.budget import FixedBudget
-from kdgen.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import AdversarialDrafter, ReplayDrafter
-from kdgen.engine import Engine
 from kdgen.errors import LogitsError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.rounds import Rounds
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import load_spec
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.batch import Request, decode_together
+from kdgen.runtime.budget import FixedBudget
+from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.rounds import Rounds
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.pack import numpy_dtype
 from kdgen.weights.random import random_weights
 

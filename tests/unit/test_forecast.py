@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 
 from kdgen.cli import main
 from kdgen.errors import KdgenError
-from kdgen.forecast import Forecast, expected_tokens, experts_hit, forecast
-from kdgen.gpus import READ_FRACTION, gpu_model, gpu_models
+from kdgen.forecast.gpus import READ_FRACTION, gpu_model, gpu_models
+from kdgen.forecast.steps import Forecast, expected_tokens, experts_hit, forecast
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
 from kdgen.plan.shard import Shard
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.model import Spec, load_spec
 
 H200 = gpu_model("h200")
 

@@ -17,10 +17,10 @@ from click.testing import CliRunner, Result
 from kdgen.backends import open_backend
 from kdgen.cli import main
 from kdgen.errors import KdgenError
-from kdgen.resources import templates_dir
-from kdgen.spec import load_spec
-from kdgen.verify import draw
-from kdgen.verify.draw import MOST_CONTEXT, SeededChoices
+from kdgen.files.resources import templates_dir
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding import draw
+from kdgen.verify.decoding.draw import MOST_CONTEXT, SeededChoices
 from kdgen.verify.fuzz import _opened, check_case, draw_case, given_model, ranks_for
 from kdgen.verify.shrink import parameters
 from kdgen.verify.workers import Workers

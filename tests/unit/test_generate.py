@@ -21,13 +21,13 @@ from kdgen.backends.cpu import CpuBackend
 from kdgen.cli import main
 from kdgen.cli.generate import DRAFTERS
 from kdgen.cli.prompts import read_prompt
-from kdgen.config import load_config
-from kdgen.draft_config import load_draft_config
-from kdgen.draft_spec import DraftSpec
 from kdgen.errors import KdgenError
-from kdgen.fields import RopeScaling
 from kdgen.reference.model import ReferenceModel
-from kdgen.spec import Quantization, Spec, load_spec, parse_spec
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.fields import RopeScaling
+from kdgen.spec.model import Quantization, Spec, load_spec, parse_spec
+from kdgen.spec.published import load_config
+from kdgen.spec.published_drafter import load_draft_config
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.random import random_weights
 

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from kdgen.backends.cuda import cuda_unusable
 from kdgen.cli import main
-from kdgen.launch import run_ranks
-from kdgen.spec import load_spec
+from kdgen.ranks.start import run_ranks
+from kdgen.spec.model import load_spec
 
 TINY = Path(__file__).resolve().parents[1] / "oracle" / "data" / "tiny"
 

@@ -20,8 +20,8 @@ from tokenizers_made import SPECIAL, byte_level
 from kdgen.backends.base import Backend
 from kdgen.cli import main
 from kdgen.cli.streaming import Live, harmless, to_nowhere
-from kdgen.spec import load_spec
-from kdgen.tokenizer import decode, load_tokenizer
+from kdgen.spec.model import load_spec
+from kdgen.text.tokenizer import decode, load_tokenizer
 from kdgen.weights.random import random_weights
 
 SPEC = load_spec("tiny").model_copy(
@@ -192,7 +192,7 @@ def test_control_c_before_there_is_anything(model: Path, monkeypatch: pytest.Mon
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kdgen.decode.prefill", interrupted)
+    monkeypatch.setattr("kdgen.runtime.decode.prefill", interrupted)
     result = generate(model, "--prompt", "fox")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "kdgen: interrupted\n")
 

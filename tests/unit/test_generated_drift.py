@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kdgen.build import DEFAULT_ARCHS, MANIFEST, check, plans_for
-from kdgen.format import clang_format_many
+from kdgen.codegen.folders import DEFAULT_ARCHS, MANIFEST, check, plans_for
+from kdgen.codegen.format import clang_format_many
+from kdgen.plan.arch import target_for
 from kdgen.plan.build import own_kernels
 from kdgen.plan.ir import Plan
-from kdgen.target import target_for
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
 PLANS = plans_for([])

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
 from kdgen.cli import main
-from kdgen.config import load_config
-from kdgen.decode import decode_plain
 from kdgen.errors import WeightError
-from kdgen.model import open_engine, open_model
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Weight
-from kdgen.spec import Quantization, load_spec
+from kdgen.runtime.decode import decode_plain
+from kdgen.runtime.model import open_engine, open_model
+from kdgen.spec.model import Quantization, load_spec
+from kdgen.spec.published import load_config
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr
 from kdgen.weights.pack import CheckpointWeights, packed_parts
 from kdgen.weights.packed import PackedFile
@@ -287,7 +287,7 @@ def test_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", spec, random_weights(spec, 1), shards=3)
     script = (
         "import resource, sys\nfrom click.testing import CliRunner\nfrom kdgen.cli import main\n"
-        "import kdgen.weights.packed, kdgen.plan.build, kdgen.model, kdgen.cli.output\n"
+        "import kdgen.weights.packed, kdgen.plan.build, kdgen.runtime.model, kdgen.cli.output\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "result = CliRunner().invoke(main, ['import', sys.argv[1], sys.argv[2]])\n"
         "print(result.exit_code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
@@ -306,7 +306,7 @@ def test_a_read_only_file_system_is_not_called_full(tmp_path: Path, folder: Path
         return real(path, flags, mode)
 
     real = os.open
-    monkeypatch.setattr("kdgen.temporary.os.open", read_only)
+    monkeypatch.setattr("kdgen.files.temporary.os.open", read_only)
     monkeypatch.setattr("kdgen.weights.stream.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     out = tmp_path / "model.kdtr"
     assert refused("import", str(folder), str(out)).endswith(f"kdgen: error: {out}: cannot be written: Read-only file system\n")

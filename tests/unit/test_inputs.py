@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from checkpoints import write_model
 
-from kdgen.fields import show
-from kdgen.inputs import open_input, parse_json, read_input
-from kdgen.spec import load_spec
+from kdgen.files.inputs import open_input, parse_json, read_input
+from kdgen.spec.fields import show
+from kdgen.spec.model import load_spec
 from kdgen.weights.random import random_weights
 
 SMALL = load_spec("tiny").model_copy(update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64})

@@ -17,12 +17,12 @@ from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
-from kdgen.sampling import GREEDY, Sampling
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.bench import TOKENS
-from kdgen.verify.draw import RequestDraw, Situation
-from kdgen.verify.exact import check_exactness
-from kdgen.verify.kernels import CHECKS, check_kernel, check_kernels, load_kernels
+from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.decoding.draw import RequestDraw, Situation
+from kdgen.verify.decoding.exact import check_exactness
+from kdgen.verify.kernels.check import CHECKS, check_kernel, check_kernels, load_kernels
+from kdgen.verify.kernels.harness import TOKENS
 from kdgen.verify.variants import variants
 
 BACKENDS = {"cpu": TOKENS, "cpu-shuffled": (1, 9), "cpu-checker": (1, 9)}
@@ -85,7 +85,7 @@ def test_kernel_is_right(name: str, compute: Compute, place: int, backend: str) 
 
 
 def test_every_template_has_a_check() -> None:
-    from kdgen.resources import templates_dir
+    from kdgen.files.resources import templates_dir
 
     assert set(CHECKS) == {path.name for path in (templates_dir() / "kernels").glob("*.cu.j2")}
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdgen.key_tiles import from_tiles, to_tiles
 from kdgen.plan.build import build_plan
+from kdgen.plan.cache_layout import from_tiles, to_tiles
 from kdgen.plan.ir import Limits
-from kdgen.spec import load_spec
+from kdgen.spec.model import load_spec
 
 
 @pytest.mark.parametrize(("slots", "columns"), [(64, 64), (192, 64), (128, 192), (64, 576)])

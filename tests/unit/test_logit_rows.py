@@ -9,15 +9,15 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.bench_parts import prefill_operations
-from kdgen.engine import Engine
+from kdgen.bench.parts import prefill_operations
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.shard import Exchange, Shard
-from kdgen.sampling import Sampling
-from kdgen.spec import load_spec
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.sampling import Sampling
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kdgen.backends.cpu import CpuBackend
-from kdgen.spec import load_spec
+from kdgen.spec.model import load_spec
 from tests.loops import Checked, Loop, Trips, all_checked, counted, loops, trips_of
 
 #: Models whose kernels run beside those in full size: (spec, compute type).

@@ -5,11 +5,11 @@ import struct
 
 import pytest
 
-from kdgen.compile import compile_cubin
-from kdgen.machine_code import has_broken_copies
+from kdgen.codegen.compile import compile_cubin
+from kdgen.codegen.machine_code import has_broken_copies
+from kdgen.codegen.render import render
+from kdgen.files.resources import templates_dir
 from kdgen.plan.build import build_plan
-from kdgen.render import render
-from kdgen.resources import templates_dir
 from kdgen.verify.variants import variants
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kdgen.render import parts_of
+from kdgen.codegen.render import parts_of
 from tests.mutants.mutants import MUTANTS, QUICK, Mutant
 from tests.mutants.run import ROOT, _python, _result, run
 

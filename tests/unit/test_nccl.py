@@ -11,7 +11,7 @@ import pytest
 from kdgen.backends import nccl
 from kdgen.backends.nccl import Nccl
 from kdgen.errors import BackendError
-from kdgen.ranks import Group
+from kdgen.ranks.group import Group
 
 
 class FakeGroup:

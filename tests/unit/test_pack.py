@@ -17,7 +17,7 @@ from strategies import TILED, specs
 
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Weight
-from kdgen.spec import Quantization, Spec, load_spec
+from kdgen.spec.model import Quantization, Spec, load_spec
 from kdgen.weights import pack
 from kdgen.weights.pack import LAYOUT_VERSION, pack_int4_k_major, pack_int4_mma_a, pack_k_major, pack_mma_a, packed_parts
 from kdgen.weights.random import random_weights

@@ -10,14 +10,14 @@ import re
 
 import pytest
 
+from kdgen.codegen.render import render
 from kdgen.errors import KdgenError
+from kdgen.files.resources import specs_dir
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.plan.tiles import SMEM_LIMIT
-from kdgen.render import render
-from kdgen.resources import specs_dir
-from kdgen.spec import load_spec
+from kdgen.plan.tuning import SMEM_LIMIT
+from kdgen.spec.model import load_spec
 
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 #: Shipped specs, and one of two ranks of those with every kind of layer.

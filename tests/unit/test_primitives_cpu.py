@@ -13,7 +13,7 @@ import pytest
 
 from kdgen.backends.base import DeviceArray, Pointer, Source
 from kdgen.backends.cpu import CpuBackend
-from kdgen.resources import templates_dir
+from kdgen.files.resources import templates_dir
 
 Array = npt.NDArray[Any]
 

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdgen.compile import nvrtc_version
+from kdgen.codegen.compile import nvrtc_version
 from kdgen.errors import BackendError, CompileError, KdgenError
-from kdgen.resources import templates_dir
+from kdgen.files.resources import templates_dir
 from kdgen.verify.ptx import checks
 from kdgen.verify.ptx.alu import Bits, evaluate
 from kdgen.verify.ptx.checks import check_primitives, computed, descriptors, functions, instructions

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kdgen.cli import main
-from kdgen.config import load_config
 from kdgen.errors import WeightError
 from kdgen.reference import int4
-from kdgen.spec import Quantization, Spec, load_spec
+from kdgen.spec.model import Quantization, Spec, load_spec
+from kdgen.spec.published import load_config
 from kdgen.weights.checkpoint import Checkpoint
 from kdgen.weights.quantize import quantize_matrix
 from kdgen.weights.random import random_weights

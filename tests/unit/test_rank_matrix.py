@@ -11,10 +11,10 @@ import pytest
 
 from kdgen.errors import KdgenError
 from kdgen.plan.shard import shard_obstacles, shares_draft
-from kdgen.verify import lockstep
-from kdgen.verify.inboxes import words_out_of_place
-from kdgen.verify.lockstep import Team
-from kdgen.verify.rank_matrix import LIMITS, Case, cases, check_case, check_rank_matrix, prompt_of, rank_specs
+from kdgen.verify.decoding import lockstep
+from kdgen.verify.decoding.lockstep import Team
+from kdgen.verify.decoding.rank_matrix import LIMITS, Case, cases, check_case, check_rank_matrix, prompt_of, rank_specs
+from kdgen.verify.kernels.inboxes import words_out_of_place
 
 
 def three() -> Case:

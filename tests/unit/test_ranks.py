@@ -17,8 +17,8 @@ import pytest
 import kdgen.backends.cpu as cpu_module
 from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError, KdgenError
-from kdgen.launch import run_ranks
-from kdgen.ranks import Group, Place, _Pulse, place_in
+from kdgen.ranks.group import Group, Place, _Pulse, place_in
+from kdgen.ranks.start import run_ranks
 
 SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
 
@@ -195,7 +195,7 @@ def test_nobody_waits_once_who_started_it_is_gone() -> None:
 
 def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, with what it waits for and how long."""
-    monkeypatch.setattr("kdgen.ranks.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("kdgen.ranks.group.NOTICE_SECONDS", 0.1)
     port = free_port()
     for rank, what in ((0, "rank 1"), (1, "rank 0")):
         with pytest.raises(KdgenError):
@@ -327,7 +327,7 @@ import os, sys, time
 from kdgen.backends import open_backend
 from kdgen.backends.base import AllGather, Pointer
 from kdgen.errors import KdgenError
-from kdgen.ranks import joined, place_in
+from kdgen.ranks.group import joined, place_in
 import numpy as np
 
 def job(group, gather):
@@ -532,14 +532,14 @@ def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: 
     """Asked to, as by the command line on SIGTERM, or killed: nothing is left, not even a rank that is stopped."""
     rank = tmp_path / "rank.py"
     rank.write_text(
-        "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks import joined, place_in\n"
+        "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks.group import joined, place_in\n"
         "with joined(place_in(os.environ)) as group:\n"
         "    Path(__file__).with_name(f'pid{group.rank}').write_text(str(os.getpid()))\n"
         "    time.sleep(60)\n"
     )
     launcher_script = tmp_path / "launcher.py"
     launcher_script.write_text(
-        "import signal, sys\nfrom kdgen.launch import run_ranks\n"
+        "import signal, sys\nfrom kdgen.ranks.start import run_ranks\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
         f"run_ranks([sys.executable, {str(rank)!r}], 2)\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from kdgen.reference import ops
 from kdgen.reference.published import Router
 from kdgen.reference.tree import build_tree, compact, ranked_rows
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.published import router_of
 
 RNG = np.random.default_rng(7)

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from kdgen.cli import main
-from kdgen.config import load_config
-from kdgen.tokenizer import TextFiles, load_tokenizer
+from kdgen.spec.published import load_config
+from kdgen.text.tokenizer import TextFiles, load_tokenizer
 
 REPORTED = Path(__file__).parent / "reported"
 

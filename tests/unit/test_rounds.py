@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
-from kdgen.budget import FixedBudget
-from kdgen.decode import Decoded, Decoder, decode_plain, decode_rounds
 from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.engine import Engine
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
-from kdgen.rounds import Rounds
-from kdgen.sampling import Sampling
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.recording import differing_bits
+from kdgen.runtime.budget import FixedBudget
+from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.rounds import Rounds
+from kdgen.runtime.sampling import Sampling
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 
 SPEC = load_spec("tiny-dflash")

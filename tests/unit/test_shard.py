@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdgen.codegen.render import render
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan, Weight
 from kdgen.plan.shard import EXCHANGES, Shard
-from kdgen.render import render
-from kdgen.spec import Spec, load_spec
+from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.variants import variants
 from kdgen.weights.pack import numpy_dtype, packed_parts
 from kdgen.weights.random import random_weights

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from kdgen.config import load_config
 from kdgen.errors import SpecError
-from kdgen.oracles import model_cases
-from kdgen.resources import specs_dir
-from kdgen.rope import inverse_frequencies, rope_tables
-from kdgen.spec import MAX_YAML_BYTES, Spec, load_spec, parse_spec
+from kdgen.files.resources import specs_dir
+from kdgen.spec.model import MAX_YAML_BYTES, Spec, load_spec, parse_spec
+from kdgen.spec.published import load_config
+from kdgen.spec.rope import inverse_frequencies, rope_tables
+from kdgen.verify.oracles.models import model_cases
 
 SHIPPED = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 #: Parameters each published model is known by, in units of 1e9.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import kdgen.startup
-from kdgen.startup import process_seconds
+import kdgen.cli.process_age
+from kdgen.cli.process_age import process_seconds
 
 HEAVY = ("numba", "cuda", "torch", "transformers", "tokenizers", "safetensors", "rich", "matplotlib")
 #: CPU seconds that building K2.6 for one architecture may take: 30 s on 2 cores.
@@ -28,7 +28,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 def test_how_old_the_process_is() -> None:
-    script = "import time; time.sleep(0.3); from kdgen.startup import process_seconds; print(process_seconds())"
+    script = "import time; time.sleep(0.3); from kdgen.cli.process_age import process_seconds; print(process_seconds())"
     began = time.monotonic()
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert 0.28 <= float(told.stdout) <= time.monotonic() - began + 0.05
@@ -38,7 +38,7 @@ def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     def read_text(path: Path) -> str:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(kdgen.startup.Path, "read_text", read_text)
+    monkeypatch.setattr(kdgen.cli.process_age.Path, "read_text", read_text)
     assert process_seconds() is None
 
 

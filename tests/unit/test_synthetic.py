@@ -10,15 +10,15 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.decode import decode_plain, decode_tree
 from kdgen.drafters.synthetic import ReplayDrafter
-from kdgen.engine import Engine
 from kdgen.errors import KdgenError, SpecError
-from kdgen.model import random_model, shorten
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan
-from kdgen.spec import Quantization, Spec, load_spec
-from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.runtime.decode import decode_plain, decode_tree
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.model import random_model, shorten
+from kdgen.spec.model import Quantization, Spec, load_spec
+from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.weights.pack import CheckpointWeights, numpy_dtype
 from kdgen.weights.random import random_weights
 from kdgen.weights.synthetic import SyntheticWeights, checkpoint_bytes

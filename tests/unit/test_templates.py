@@ -11,15 +11,15 @@ import jinja2
 import pytest
 from jinja2 import meta, nodes
 
-from kdgen.build import plans_for
+from kdgen.codegen.folders import plans_for
+from kdgen.codegen.render import environment, hexfloat, parts_of, render
 from kdgen.errors import KdgenError
+from kdgen.files.resources import templates_dir
 from kdgen.plan import params
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import Exchange, Shard
-from kdgen.render import environment, hexfloat, parts_of, render
-from kdgen.resources import templates_dir
-from kdgen.spec import load_spec
+from kdgen.spec.model import load_spec
 
 TEMPLATES = sorted((templates_dir() / "kernels").glob("*.cu.j2"))
 PHASES = sorted({part for path in TEMPLATES for part in parts_of(path.name)})

@@ -14,15 +14,15 @@ from checkpoints import write_model
 from click.testing import CliRunner
 
 from kdgen.cli import main
-from kdgen.spec import load_spec
-from kdgen.temporary import remove_abandoned, scratch_folder, temporary_file, temporary_folder
+from kdgen.files.temporary import remove_abandoned, scratch_folder, temporary_file, temporary_folder
+from kdgen.spec.model import load_spec
 from kdgen.weights.random import random_weights
 
 SMALL = load_spec("tiny").model_copy(update={"num_hidden_layers": 2, "vocab_size": 40, "n_routed_experts": 2, "hidden_size": 64})
 MAKER = """
 import contextlib, sys, time
 from pathlib import Path
-from kdgen.temporary import scratch_folder, temporary_file, temporary_folder
+from kdgen.files.temporary import scratch_folder, temporary_file, temporary_folder
 folder, cache = map(Path, sys.argv[1:])
 with contextlib.ExitStack() as made:
     for name in (".x.kdtr.", ".int4."):
@@ -111,7 +111,7 @@ def test_where_there_are_no_locks_age_decides(places: tuple[Path, Path, Path], m
     def none(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("kdgen.temporary.fcntl.flock", none)
+    monkeypatch.setattr("kdgen.files.temporary.fcntl.flock", none)
     old, new = out / f".a.{'0' * 32}", out / f".a.{'1' * 32}"
     for path in (old, new):
         path.mkdir()
@@ -136,7 +136,7 @@ def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_again(
             taken[0].unlink()
         lock(descriptor, operation)
 
-    monkeypatch.setattr("kdgen.temporary.fcntl.flock", late)
+    monkeypatch.setattr("kdgen.files.temporary.fcntl.flock", late)
     with temporary_file(out, ".a.") as file:
         assert file.exists() and file != taken[0]
 
@@ -151,7 +151,7 @@ def test_a_folder_removed_before_it_was_opened_is_made_again(tmp_path: Path, mon
             path.rmdir()
         return opened(path, *arguments, **named)
 
-    monkeypatch.setattr("kdgen.temporary.os.open", late)
+    monkeypatch.setattr("kdgen.files.temporary.os.open", late)
     with temporary_folder(tmp_path, ".x.") as path:
         assert path.is_dir() and removed and path != removed[0]
     assert list(tmp_path.iterdir()) == []

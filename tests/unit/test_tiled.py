@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
-from kdgen.engine import Engine
 from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
-from kdgen.plan.tiled import TILED_ROWS, twin_name, twin_of
-from kdgen.spec import load_spec
-from kdgen.verify.recording import RecordingEngine, differing_bits
+from kdgen.plan.many_rows import TILED_ROWS, twin_name, twin_of
+from kdgen.runtime.engine import Engine
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 

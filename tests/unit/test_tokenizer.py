@@ -16,7 +16,7 @@ from tokenizers_made import SPECIAL, byte_level, kimi
 
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.errors import KdgenError
-from kdgen.tokenizer import KimiTokenizer, TextFiles, TextStream, Tokenizer, decode, load_tokenizer
+from kdgen.text.tokenizer import KimiTokenizer, TextFiles, TextStream, Tokenizer, decode, load_tokenizer
 
 pytest.importorskip("tiktoken", reason="Kimi's tokenizer needs tiktoken: pip install kdgen[tiktoken]")
 

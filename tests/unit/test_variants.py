@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
+from kdgen.files.resources import templates_dir
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Kernel
-from kdgen.resources import templates_dir
-from kdgen.spec import load_spec
+from kdgen.spec.model import load_spec
 from kdgen.verify.run import DEFAULT_SPECS, shared_plans
 from kdgen.verify.variants import variants
 

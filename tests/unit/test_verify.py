@@ -18,12 +18,12 @@ from strategies import specs
 import kdgen.verify.run
 from kdgen.cli import main
 from kdgen.errors import BackendError
+from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
-from kdgen.resources import specs_dir, templates_dir
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.bench import Findings, poison
-from kdgen.verify.report import Check, Report, make_report, print_report
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.kernels.harness import Findings, poison
+from kdgen.verify.report.checks import Check, Report, make_report, print_report
 from kdgen.verify.shrink import CPU_PARAMETERS, is_wide, parameters, shrink
 
 SHIPPED = sorted(path.stem for path in specs_dir().glob("*.yaml"))

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import kdgen.verify.run
 from kdgen.cli import main
-from kdgen.verify.page import render_page
-from kdgen.verify.report import Check, make_report
+from kdgen.verify.report.checks import Check, make_report
+from kdgen.verify.report.page import render_page
 from kdgen.verify.run import Task
 
 CHECKS = (

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-import kdgen.verify.programs as programs
+import kdgen.verify.decoding.programs as programs
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Launch, Limits, Plan, Stage
 from kdgen.plan.shard import Shard
-from kdgen.spec import Spec, load_spec
-from kdgen.verify.programs import check_programs, model_of_ranks, models
+from kdgen.spec.model import Spec, load_spec
+from kdgen.verify.decoding.programs import check_programs, model_of_ranks, models
 
 SMALLEST = models()[0]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kdgen.errors import KdgenError
-from kdgen.spec import load_spec
-from kdgen.verify.ranks import check_ranks
+from kdgen.spec.model import load_spec
+from kdgen.verify.decoding.ranks import check_ranks
 
 #: Seconds that two ranks may take to start, decode a little and end; an exchange that nobody ends would take 600.
 MOST_SECONDS = 150.0
@@ -29,7 +29,7 @@ def test_the_first_failing_rank_is_heard(fault: str, tmp_path: Path, monkeypatch
     planted = (
         "import os, signal\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import kdgen.verify.decodes as decodes\n"
+        "    import kdgen.verify.decoding.decodes as decodes\n"
         "    from kdgen.errors import BackendError\n"
         f"    def fault(*_):\n        {statement}\n"
         "    decodes._rechunked = fault\n"

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kdgen.decode
+import kdgen.runtime.decode
 from kdgen.backends.base import Backend
-from kdgen.batch import _Running
-from kdgen.budget import FixedBudget
-from kdgen.engine import Engine
-from kdgen.rounds import Rounds
-from kdgen.sampling import Sampling
-from kdgen.verify.course import accepted, to_stop
-from kdgen.verify.rounds import SMALL_CHECKS, Situation, small
-from kdgen.verify.watched import COLD, WatchedBackend, seconds_of
+from kdgen.runtime.batch import _Running
+from kdgen.runtime.budget import FixedBudget
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.rounds import Rounds
+from kdgen.runtime.sampling import Sampling
+from kdgen.verify.decoding.course import accepted, to_stop
+from kdgen.verify.decoding.rounds import SMALL_CHECKS, Situation, small
+from kdgen.verify.decoding.watched import COLD, WatchedBackend, seconds_of
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,10 @@ def lose_a_bit(self: Engine, write: Any = Engine._write_sampling) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "attribute", "wrong", "said"),
     [
-        ("a stop at every place", kdgen.decode, "through_stop", lambda tokens, stops: tuple(tokens), "stop after token"),
+        ("a stop at every place", kdgen.runtime.decode, "through_stop", lambda tokens, stops: tuple(tokens), "stop after token"),
         ("to the end of the context", Rounds, "may_start", property(lambda self: True), "rounds started"),
         ("measured costs", Rounds, "costs", leave_a_round, "committed tokens"),
-        ("budgets by measured costs", kdgen.decode, "budget_for", lambda costs: FixedBudget(15), "budgets"),
+        ("budgets by measured costs", kdgen.runtime.decode, "budget_for", lambda costs: FixedBudget(15), "budgets"),
         ("forwards of a batch", _Running, "done", property(notice_late), "forwards instead of"),
         ("seeds of 64 bits", Engine, "_write_sampling", lose_a_bit, "is not what the reference draws"),
     ],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kdgen.codegen.render import Rendered, render
 from kdgen.plan.build import build_plan
 from kdgen.plan.kernels import SENT
 from kdgen.plan.shard import Shard
-from kdgen.render import Rendered, render
-from kdgen.spec import load_spec
-from kdgen.verify.text import text_problems
+from kdgen.spec.model import load_spec
+from kdgen.verify.kernels.text_rules import text_problems
 
 PLAN = build_plan(load_spec("tiny"), "f32")
 RMSNORM = next(rendered for rendered in render(PLAN) if rendered.kernel.name == "rmsnorm_hidden")

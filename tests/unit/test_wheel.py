@@ -57,14 +57,16 @@ def test_contents(wheel: Path) -> None:
 
 
 def test_it_finds_its_own_data(installed: Path, tmp_path: Path) -> None:
-    script = "import kdgen.resources as r; print(r.templates_dir()); print(r.specs_dir())"
+    script = "import kdgen.files.resources as r; print(r.templates_dir()); print(r.specs_dir())"
     result = run(installed, tmp_path, sys.executable, "-c", script)
     data = installed / "kdgen" / "_data"
     assert result.stdout.split() == [str(data / "templates"), str(data / "specs")], result.stderr
 
 
 def test_it_finds_the_checkout_that_it_runs_in(installed: Path, tmp_path: Path) -> None:
-    script = "import os; os.environ.pop('KDGEN_ORACLE_DIR', None); import kdgen.oracles as o; print(o.__file__, o.oracle_dir())"
+    script = (
+        "import os; os.environ.pop('KDGEN_ORACLE_DIR', None); import kdgen.verify.oracles.models as o; print(o.__file__, o.oracle_dir())"
+    )
     for folder, found in ((tmp_path, None), (ROOT, ROOT / "tests" / "oracle" / "data")):
         result = run(installed, folder, sys.executable, "-P", "-c", script)
         assert result.stdout.split() == [str(installed / "kdgen" / "oracles.py"), str(found)], result.stderr

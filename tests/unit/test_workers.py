@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from kdgen.errors import KdgenError
-from kdgen.verify.report import Check
+from kdgen.verify.report.checks import Check
 from kdgen.verify.run import Task, _one_by_one, _open_tasks, _prepare, _side_by_side
 from kdgen.verify.workers import _THREAD_VARIABLES, Event, Workers, cpus
 

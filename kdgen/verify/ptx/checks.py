@@ -8,7 +8,7 @@ from time import perf_counter
 
 from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError, CompileError, KdgenError
-from kdgen.resources import templates_dir
+from kdgen.files.resources import templates_dir
 from kdgen.verify.ptx import descriptor
 from kdgen.verify.ptx.arithmetic import arithmetic, compare
 from kdgen.verify.ptx.compiled import compile_ptx
@@ -16,7 +16,7 @@ from kdgen.verify.ptx.expected import KEPT, ORDERED, ORDERED_ONCE, clusters, pro
 from kdgen.verify.ptx.parse import Kernel, parse
 from kdgen.verify.ptx.probes import Probe, by_number, problem, source_of
 from kdgen.verify.ptx.signatures import Signature, differences, signatures
-from kdgen.verify.report import Check, Status
+from kdgen.verify.report.checks import Check, Status
 
 ARCH = "sm_90a"
 #: What a check counted, in words, what is wrong, and how many bits it compared.

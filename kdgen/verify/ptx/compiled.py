@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kdgen.compile import Flags, nvrtc_version
+from kdgen.codegen.compile import Flags, nvrtc_version
 from kdgen.errors import BackendError, CompileError
 
 

@@ -1,0 +1,1 @@
+"""Measured times beside floors and peers."""

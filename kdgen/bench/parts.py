@@ -1,0 +1,278 @@
+"""What ``kdgen bench`` times beside steps and their kernels: the parts of a round, whole rounds, experts at a given number of
+distinct ones, prefill, and kernels beside a peer's."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kdgen.backends.base import Backend, Launch, Pointer, Source
+from kdgen.bench.humming import Humming
+from kdgen.bench.peers import Torch
+from kdgen.bench.timing import Contender, median, medians
+from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.synthetic import wide_candidates
+from kdgen.errors import KdgenError
+from kdgen.files.resources import templates_dir
+from kdgen.plan.attention import COMBINE_BESIDE
+from kdgen.plan.floors import expected_experts
+from kdgen.plan.kernels import FEW
+from kdgen.runtime.engine import Engine
+from kdgen.runtime.rounds import Rounds, budgets_for
+from kdgen.spec.model import Spec
+
+#: The parts of a verify step that are no forward.
+PARTS = {"tree": ("tree_build", "tree_rows"), "accept": ("tree_accept", "kv_compact"), "draft context": ("draft_context",)}
+EXPERTS = ("experts_gate_up", "experts_down")
+ATTENTION = ("mla_attention", "mla_combine", COMBINE_BESIDE)  #: of which steps have the first and one of the others
+REPEATS = 8  #: of short work in one record, so that starting it does not count
+MATRIX_ROUNDS = 4096
+HUMMING_CALLS = 6  #: in one record, each with other experts: more bytes than any GPU caches
+PREFILLS = 5  #: the first launches kernel by kernel, the second records
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """A part of a round with ``rows`` tree nodes, the root among them: its kernels one after the other."""
+
+    part: str
+    rows: int
+    context: int
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """A whole round as one graph, from draft to compaction; budget 0 is plain decoding."""
+
+    budget: int
+    context: int
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class PeerExperts:
+    """The same experts by a peer, for as many tokens each."""
+
+    peer: str
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class ExpertsTime:
+    """gate_up, SiLU and down of one layer's routed experts; peers' are measured in turn with ours."""
+
+    rows: int
+    experts: int  #: distinct ones
+    microseconds: float
+    floor_microseconds: float
+    peers: tuple[PeerExperts, ...]
+
+
+@dataclass(frozen=True)
+class PeerTime:
+    """A kernel (attention: and its combine) and the same work by a peer, measured in turn."""
+
+    kernel: str
+    rows: int
+    context: int
+    microseconds: float
+    peer_microseconds: float
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """A prompt in chunks, from nothing. ``matrix_share`` is its operations a second over ``matrix_rate``, the bf16 products a second
+    that were measured: by mma.sync from registers, or by a large matrix product of the peer's if that is faster."""
+
+    tokens: int
+    chunk: int
+    seconds: float
+    tokens_per_second: float
+    matrix_share: float
+    matrix_rate: float
+
+
+def run_step(engine: Engine, context: int, rows: int) -> str:
+    """A step of ``rows`` rows behind ``context`` made-up tokens, after which its kernels can run again by themselves; its program."""
+    engine.fill(context)
+    if rows == 1:
+        engine.decode()
+        return "decode"
+    engine.verify(wide_candidates(engine.spec.vocab_size, rows - 1), rows - 1)
+    return "verify"
+
+
+def part_times(engine: Engine, context: int, rows: int) -> tuple[PartTime, ...]:
+    """Of a verify step with a tree of ``rows`` nodes behind ``context`` tokens."""
+    launches = _launches(engine, run_step(engine, context, rows), rows, context)
+    found = []
+    for part, kernels in PARTS.items():
+        mine = [each for each in launches if each.kernel in kernels]
+        if mine:
+            seconds = median(engine.backend, mine * REPEATS, lambda: engine.fill_length(context)) / REPEATS
+            found.append(PartTime(part, rows, context, seconds * 1e6))
+    engine.fill_length(context)
+    return tuple(found)
+
+
+def round_times(engine: Engine, context: int) -> tuple[RoundTime, ...]:
+    """Of every budget with the engine's drafter, if it has one."""
+    draft = engine.spec.draft
+    if draft is None:
+        return ()
+    block = BlockDraft(draft.block_size - 1, draft.block_size)
+    engine.fill(context)
+    rounds = Rounds(engine, block, budgets_for(block))
+    rounds.begin(context)
+    return tuple(RoundTime(budget, context, seconds * 1e6) for budget, seconds in rounds.costs(0).items())
+
+
+def _launches(engine: Engine, program: str, rows: int, context: int) -> list[Launch]:
+    return [each for each in engine.work(program, rows, context + rows) if isinstance(each, Launch)]
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------------------
+
+
+def distinct_experts(experts: int, chosen: int, rows: int) -> int:
+    """Experts that ``rows`` tokens hit together if each draws ``chosen`` of them at random: 8, 60 and 110 of 384 for 1, 8 and 16."""
+    return max(chosen, round(expected_experts(experts, chosen, rows)))
+
+
+def check_distinct(spec: Spec, nodes: Sequence[int], distinct: Sequence[int]) -> None:
+    """Raises KdgenError where steps of so many rows cannot hit so many ``distinct`` experts, a number for each of ``nodes``."""
+    if not spec.has_moe:
+        raise KdgenError(f"{spec.name} has no experts: leave out --experts")
+    each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
+    for rows, hit in zip(nodes, distinct, strict=True):
+        if not each <= hit <= min(experts, rows * each):
+            raise KdgenError(f"--experts: {rows} tokens with {each} experts each hit {each} to {min(experts, rows * each)}, not {hit}")
+
+
+def experts_time(
+    engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None = None, humming: Humming | None = None
+) -> ExpertsTime:
+    """The same ``distinct`` experts in every layer that has some; a layer's weights are read again only after all others'."""
+    spec, backend = engine.spec, engine.backend
+    each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
+    order, drawn = np.arange(rows * each) % distinct, np.random.default_rng(0).permutation(experts)
+    routings = [drawn[(order + turn * distinct) % experts].reshape(rows, each).astype(np.int32) for turn in range(HUMMING_CALLS)]
+    backend.write(engine.buffer("topk_experts"), routings[0])
+    backend.write(engine.buffer("num_tokens"), np.array([rows], np.int32))
+    launches = _launches(engine, "verify", rows, 0)
+    sort = next(launch for launch in _launches(engine, "prefill", rows, 0) if launch.kernel == "moe_sort")
+    backend.launch(sort.kernel, sort.grid, sort.block, sort.smem, sort.args)
+    mine = [launch for launch in launches if launch.kernel in EXPERTS]
+    layers = len(mine) // len(EXPERTS)
+    repeats = -(-REPEATS // layers)
+    weights = [weight for weight in engine.plan.weights if weight.name in EXPERTS]
+    floor = sum(weight.stored_bytes // weight.logical[0] for weight in weights) * distinct / bandwidth
+    others: list[tuple[str, Contender]] = []
+    if torch is not None and weights[0].group_size:
+        other = torch.experts(spec.hidden_size, spec.moe_intermediate_size or 0, weights[0].group_size, np.bincount(order).tolist())
+        others += [(torch.name, other)] if other else []
+    if humming is not None:
+        others += humming.contenders(routings)
+    ours, *theirs = medians(backend, mine * repeats, [contender for _, contender in others])
+    peers = tuple(PeerExperts(name, seconds * 1e6) for (name, _), seconds in zip(others, theirs, strict=True))
+    return ExpertsTime(rows, distinct, ours / layers / repeats * 1e6, floor * 1e6, peers)
+
+
+# ---- beside a peer ----------------------------------------------------------------------------------------------------------------
+
+
+def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[PeerTime]:
+    """Dense layers and attention of a step of ``rows`` rows behind ``context`` tokens, over all layers."""
+    launches = _launches(engine, run_step(engine, context, rows), rows, context)
+    counts = Counter(each.kernel for each in launches)
+    for name, other in _contenders(engine, context, rows, torch):
+        kernels = tuple(each for each in ATTENTION if each in counts) if name == ATTENTION[0] else (name,)
+        mine = [each for each in launches if each.kernel in kernels]
+        repeats = -(-REPEATS // counts[name])
+        ours, theirs = medians(engine.backend, mine * repeats, [other])
+        yield PeerTime(" + ".join(kernels), rows, context, ours / counts[name] / repeats * 1e6, theirs * 1e6)
+
+
+def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[tuple[str, Contender]]:
+    spec, named = engine.spec, {weight.name: weight for weight in engine.plan.weights}
+    used = {launch.kernel for launch, _ in engine.plan.program("decode").launches()}
+    for kernel in engine.plan.kernels:
+        weight = named.get(kernel.name.removesuffix(FEW))
+        if kernel.name not in used:
+            continue
+        if kernel.name == ATTENTION[0]:
+            yield (
+                kernel.name,
+                torch.attention(
+                    spec.num_attention_heads,
+                    rows,
+                    context + rows,
+                    spec.cache_row_dim,
+                    spec.kv_lora_rank,
+                    spec.softmax_scale,
+                    spec.v_head_dim if COMBINE_BESIDE in used else 0,
+                ),
+            )
+        elif weight is not None and weight.layout == "mma_a":
+            batch, outputs, inputs = weight.logical
+            if batch == 1:
+                yield kernel.name, torch.linear(outputs, inputs, rows)
+            elif kernel.name not in EXPERTS:
+                yield kernel.name, torch.batched(batch, outputs, inputs, rows)
+
+
+# ---- prefill ----------------------------------------------------------------------------------------------------------------------
+
+
+def matrix_rate(backend: Backend, multiprocessors: int) -> float:
+    """Operations a second of bf16 products that mma.sync reaches with everything in registers."""
+    text = (templates_dir() / "bench" / "matrix_rate.cu").read_text()
+    backend.load([Source("matrix_rate", text, 256, 0)])
+    sink, blocks = backend.empty((1,), "f32"), multiprocessors * 8
+    seconds = median(backend, [Launch("matrix_rate", (blocks, 1, 1), 256, 0, (MATRIX_ROUNDS, Pointer(sink)))])
+    backend.free(sink)
+    return blocks * 8 * MATRIX_ROUNDS * 8 * (2 * 16 * 8 * 16) / seconds
+
+
+def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
+    """A prompt of ``tokens`` tokens drawn at random, in chunks as large as the plan has them. ``rate``: operations a second."""
+    chunk = engine.plan.limits.max_tokens
+    prompt = np.random.default_rng(0).integers(0, engine.spec.vocab_size, tokens).tolist()
+    times = []
+    for _ in range(PREFILLS):
+        engine.reset()
+        stop = engine.backend.timer()
+        for at in range(0, tokens, chunk):
+            engine.prefill(prompt[at : at + chunk])
+        times.append(stop())
+    seconds = statistics.median(times[2:])
+    return PrefillTime(tokens, chunk, seconds, tokens / seconds, prefill_operations(engine, tokens) / seconds / rate, rate)
+
+
+def prefill_operations(engine: Engine, tokens: int) -> int:
+    """Operations of every kernel for ``tokens`` tokens from nothing: attention's for each key that a token sees, those behind the last
+    layer for the one row of each chunk that has logits."""
+    launched = Counter((launch.kernel, launch.rows) for launch, _ in engine.plan.program("prefill").launches())
+    chunks, keys = -(-tokens // engine.plan.limits.max_tokens), tokens * (tokens + 1) // 2
+    found = 0
+    for (name, rows), launches in launched.items():
+        each = engine.plan.kernel(name).cost
+        if name in ATTENTION:  # of which each launch has some of the rows
+            found += engine.spec.num_hidden_layers * each.flops(keys if name == ATTENTION[0] else tokens)
+        else:
+            found += launches * each.flops(tokens if rows == "tokens" else chunks)
+    return found
+
+
+def wanted_experts(engine: Engine, nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(rows, distinct experts) to measure for steps of so many rows."""
+    spec = engine.spec
+    if not spec.has_moe:
+        return ()
+    experts, chosen = spec.n_routed_experts or 0, spec.num_experts_per_tok
+    return tuple((rows, distinct_experts(experts, chosen, rows)) for rows in nodes)

@@ -1,0 +1,300 @@
+"""Time a model's kernels and steps on a GPU and hold them against the physical floor.
+
+The floor of a kernel is the bytes it must move over the read bandwidth that this GPU shows in the same run. Weights rotate through
+the layers, so that they come from memory and not from a cache; times are medians over replays of recorded graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kdgen.backends.base import AllGather, Argument, Launch, Pointer, Source, Work
+from kdgen.backends.cuda import CudaBackend
+from kdgen.bench.humming import Humming, open_humming
+from kdgen.bench.parts import (
+    ExpertsTime,
+    PartTime,
+    PeerTime,
+    PrefillTime,
+    RoundTime,
+    experts_time,
+    matrix_rate,
+    part_times,
+    peer_times,
+    prefill_time,
+    round_times,
+    run_step,
+    wanted_experts,
+)  # fmt: skip
+from kdgen.bench.peers import Torch, open_torch
+from kdgen.bench.timing import median
+from kdgen.drafters.base import BlockDraft
+from kdgen.errors import KdgenError
+from kdgen.files.resources import templates_dir
+from kdgen.plan.attention import COMBINE_BESIDE
+from kdgen.plan.cache_layout import TILE
+from kdgen.plan.expert_tiling import CHOICE_BESIDE
+from kdgen.plan.floors import draft_bytes, kernel_bytes
+from kdgen.plan.ir import MAX_NODES
+from kdgen.plan.kernels import SENT
+from kdgen.plan.params import PeerSumNorm
+from kdgen.runtime.engine import Engine
+from kdgen.spec.drafter import DraftSpec
+
+NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
+READ_MEGABYTES = 4096
+#: Of a step, started one behind the other as decoding does: ranks whose hosts start a step at different times wait for each other in
+#: its first collective, and that wait would be counted in every step that is started alone.
+STEPS_IN_A_ROW = 8
+LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
+#: Kernels that run one after the other in every layer and are timed as one too, for the second may start while the first still runs.
+TOGETHER = (("mla_attention", "mla_combine"), ("mla_attention", COMBINE_BESIDE))
+#: Kernels that change what later steps depend on; they are timed inside steps only.
+STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel in steps of ``rows`` token rows: microseconds a launch, and the floor that its bytes set. Also a collective that is no
+    kernel, with no floor.
+    """
+
+    kernel: str
+    rows: int
+    launches: int  #: in one step
+    microseconds: float
+    floor_microseconds: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A whole step. ``floor_microseconds`` counts the weights and cache rows that it must read; ``experts`` distinct ones, all layers."""
+
+    program: str
+    rows: int
+    context: int
+    microseconds: float
+    floor_microseconds: float
+    experts: int
+    kernels: tuple[KernelTime, ...]
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """One GPU's, or of several ranks the first one's."""
+
+    spec: str
+    compute: str
+    layers: int
+    backend: str
+    read_bytes_per_second: float
+    steps: tuple[StepTime, ...]
+    parts: tuple[PartTime, ...] = ()
+    rounds: tuple[RoundTime, ...] = ()
+    experts: tuple[ExpertsTime, ...] = ()
+    prefill: PrefillTime | None = None
+    peer: str = ""  #: who, or why there is none; empty where none was asked for
+    missing: str = ""  #: why experts have no column of Humming's where it was asked for
+    peers: tuple[PeerTime, ...] = ()
+
+
+def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
+    """Decode and verify steps of ``engine``, and drafts where it has a drafter. Its context must have room for the longest and its steps.
+
+    Raises KdgenError when the engine does not run on a GPU: emulated times say nothing.
+    """
+    backend = engine.backend
+    if not isinstance(backend, CudaBackend):
+        raise KdgenError(NO_GPU)
+    say("read bandwidth")
+    bandwidth = read_bandwidth(backend)
+    steps = []
+    for context in contexts:
+        for rows in nodes:
+            say(f"{rows} rows at context {context}")
+            steps.append(_step(engine, backend, context, rows, bandwidth, kernels))
+        if engine.spec.draft is not None:
+            say(f"a draft at context {context}")
+            steps.append(_draft(engine, engine.spec.draft, backend, context, bandwidth, kernels))
+    spec = engine.spec
+    return BenchReport(spec.name, engine.plan.compute, spec.num_hidden_layers, backend.description, bandwidth, tuple(steps))
+
+
+def measure_parts(
+    report: BenchReport,
+    engine: Engine,
+    contexts: Sequence[int],
+    nodes: Sequence[int],
+    distinct: Sequence[int],
+    prefill: int | None,
+    peers: bool,
+    say: Callable[[str], None],
+) -> BenchReport:
+    """``report`` and what else was asked for. ``distinct`` experts belong to ``nodes``; without them they are those of random tokens."""
+    backend, spec, bandwidth = engine.backend, engine.spec, report.read_bytes_per_second
+    if not isinstance(backend, CudaBackend):
+        raise KdgenError(NO_GPU)
+    torch = open_torch() if peers else ""
+    peer = torch if isinstance(torch, Torch) else None
+    humming: Humming | str = ""
+    parts: list[PartTime] = []
+    rounds: list[RoundTime] = []
+    beside: list[PeerTime] = []
+    for context in contexts:
+        for rows in nodes:
+            if rows > 1:
+                say(f"tree and acceptance, {rows} rows at context {context}")
+                parts += part_times(engine, context, rows)
+            if peer:
+                say(f"{peer.name}, {rows} rows at context {context}")
+                beside += peer_times(engine, context, rows, peer)
+        if spec.draft is not None:
+            say(f"rounds at context {context}")
+            rounds += round_times(engine, context)
+    experts = []
+    if peer and spec.has_moe and spec.quantization:
+        say("Humming's kernels")
+        humming = open_humming(
+            peer, spec.n_routed_experts or 0, spec.hidden_size, spec.moe_intermediate_size or 0, spec.quantization.group_size
+        )
+    pairs = zip(nodes, distinct, strict=True) if distinct else wanted_experts(engine, nodes)
+    for rows, hit in pairs:
+        say(f"{hit} experts, {rows} rows")
+        experts.append(experts_time(engine, rows, hit, bandwidth, peer, humming if isinstance(humming, Humming) else None))
+    chunks = None
+    if prefill:
+        say(f"a prompt of {prefill} tokens")
+        rate = matrix_rate(backend, backend.gpu.multiprocessors)
+        chunks = prefill_time(engine, prefill, max(rate, peer.matrix_rate()) if peer else rate)
+    who = peer.name if peer else str(torch)
+    missing = humming if isinstance(humming, str) else ""
+    return replace(
+        report, parts=tuple(parts), rounds=tuple(rounds), experts=tuple(experts), prefill=chunks, peer=who, missing=missing,
+        peers=tuple(beside),
+    )  # fmt: skip
+
+
+def read_bandwidth(backend: CudaBackend) -> float:
+    """Bytes a second that a kernel which only reads gets from memory."""
+    text = (templates_dir() / "bench" / "read_bandwidth.cu").read_text()
+    backend.load([Source("read_bandwidth", text, 512, 0)])
+    data, sink = backend.empty((READ_MEGABYTES * 2**20,), "u8"), backend.empty((1,), "i32")
+    blocks = backend.gpu.multiprocessors * 4
+    seconds = median(backend, [Launch("read_bandwidth", (blocks, 1, 1), 512, 0, (Pointer(data), READ_MEGABYTES, Pointer(sink)))])
+    backend.free(data)
+    backend.free(sink)
+    return READ_MEGABYTES * 2**20 / seconds
+
+
+def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwidth: float, kernels: bool) -> StepTime:
+    program = run_step(engine, context, rows)
+    engine.fill(context)
+    in_a_row = max(1, min(STEPS_IN_A_ROW, (engine.plan.limits.max_context - context) // rows))
+    work = engine.work(program, rows, context + rows * in_a_row)
+    experts = _experts_hit(engine, backend, work)
+    engine.fill(context)
+    seconds = median(backend, work, lambda: engine.fill_length(context), in_a_row)
+    times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
+    floor = _step_bytes(engine, rows, context, experts) / bandwidth
+    return StepTime(program, rows, context, seconds * 1e6, floor * 1e6, experts, times)
+
+
+def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int, bandwidth: float, kernels: bool) -> StepTime:
+    """One block of the drafter, up to its candidates."""
+    rows = draft.block_size
+    engine.fill(context)
+    engine.verify(BlockDraft(rows - 1, rows), MAX_NODES - 1)
+    engine.fill(context)
+    work = engine.work("draft", rows, context + rows)
+    seconds = median(backend, work)
+    times = _kernels(engine, backend, work, rows, context, bandwidth) if kernels else ()
+    return StepTime("draft", rows, context, seconds * 1e6, draft_bytes(engine.plan, draft, context) / bandwidth * 1e6, 0, times)
+
+
+def _kernels(
+    engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
+) -> tuple[KernelTime, ...]:
+    """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER where it has all of them, and each collective."""
+    engine.fill(engine.plan.limits.max_context)  # with the same rows first
+    engine.fill_length(context)
+    kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL and not isinstance(kernel.params, PeerSumNorm)]
+    times = []
+    for group in (*((kernel.name,) for kernel in kernels), *TOGETHER):
+        mine = [each for each in work if isinstance(each, Launch) and each.kernel in group]
+        in_step = len(mine) // len(group)
+        if "mla_attention" in group:
+            mine = _over_whole_cache(engine, mine, context + rows)
+        if {each.kernel for each in mine} == set(group):
+            many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
+            count = len(many) // len(group)
+            once = median(backend, many) / count
+            # the kernels before it ran again on what the last layer left: the routing is theirs
+            active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
+            least = sum(kernel_bytes(engine.spec, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
+            times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
+    times += _sums_with_norms(backend, work, rows, times)
+    gathers = [each for each in work if isinstance(each, AllGather)]
+    for name, in_step in Counter(each.name for each in gathers).items():
+        alike = [each for each in gathers if each.name == name][:1] * LAUNCHES_A_RECORD
+        times.append(KernelTime(name, rows, in_step, median(backend, alike) / LAUNCHES_A_RECORD * 1e6, 0.0))
+    return tuple(times)
+
+
+def _sums_with_norms(backend: CudaBackend, work: Sequence[Work], rows: int, times: Sequence[KernelTime]) -> list[KernelTime]:
+    """Those that get the ranks' parts from the kernel before them, without which they would wait forever: what they add to its time."""
+    alone = {time.kernel: time.microseconds for time in times}
+    found: dict[str, list[float]] = {}
+    launches = [each for each in work if isinstance(each, Launch)]
+    steps = [(first, second) for first, second in itertools.pairwise(launches) if first.kernel.endswith(SENT)]
+    for sender in dict.fromkeys(first.kernel for first, _ in steps):
+        mine = [(first, second) for first, second in steps if first.kernel == sender]
+        many = mine * -(-LAUNCHES_A_RECORD // len(mine))
+        once = median(backend, list(itertools.chain.from_iterable(many))) / len(many) * 1e6
+        found.setdefault(mine[0][1].kernel, []).extend([once - alone[sender]] * len(mine))
+    return [KernelTime(name, rows, len(each), statistics.mean(each), 0.0) for name, each in found.items()]
+
+
+def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
+    """The launches again for every stretch of ``rows`` cache rows (of whole tiles, where it lies in those) that there is room for: a short
+    one alone would stay in the L2 cache."""
+    cache = engine.plan.buffer("kv_cache")
+    rows = -(-rows // TILE) * TILE if engine.plan.key_tiles else rows
+    row_bytes = cache.bytes // math.prod(cache.shape[:-1])
+
+    def moved(argument: Argument, by: int) -> Argument:
+        if isinstance(argument, Pointer) and argument.array.shape == cache.shape:
+            return replace(argument, offset=argument.offset + by * rows * row_bytes)
+        return argument
+
+    stretches = range(cache.shape[-2] // rows)
+    return [replace(each, args=tuple(moved(argument, by) for argument in each.args)) for by in stretches for each in launches]
+
+
+def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> int:
+    """Distinct experts of a step, summed over the layers."""
+    hit = 0
+    for each in work:
+        backend.start(each)
+        if isinstance(each, Launch) and each.kernel in ("moe_sort", CHOICE_BESIDE):
+            hit += int(engine.read("num_active")[0])
+    return hit
+
+
+def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
+    """Weights read once (of experts those hit), one embedding row a token, and the cache."""
+    plan, spec = engine.plan, engine.spec
+    total = spec.num_hidden_layers * spec.cache_row_dim * (2 if plan.compute == "bf16" else 4) * (context + rows)
+    for weight in plan.weights:
+        if weight.name == "embed_tokens":
+            total += weight.stored_bytes // spec.vocab_size * rows
+        elif weight.name.startswith("experts_"):
+            total += weight.stored_bytes // weight.logical[0] * experts
+        else:
+            total += weight.total_bytes
+    # what the drafter keeps of the tokens
+    return total + sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))

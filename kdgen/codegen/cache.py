@@ -1,0 +1,146 @@
+"""A directory of build results: found by content, never by path or time, and safe to lose at any moment.
+
+An entry is one file, ``<dir>/<kind>/<first two of key>/<key>-<digest of its bytes>.<suffix>``. The digest in the name makes a
+corrupt, truncated or half-written entry a miss while the file itself stays what it is (a shared library that can be loaded).
+Writers write a temporary file and rename it, so two processes may put the same entry at once. A directory that is full or
+read-only means no cache, said once on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import platformdirs
+
+from kdgen.files.temporary import remove_abandoned, temporary_file
+
+_ENTRY = re.compile(r"[0-9a-z]+-[0-9a-f]{32}\.[a-z0-9.]+|\.tmp-.*")
+_TEMPORARY = ".tmp-"
+
+
+def digest(*parts: str | bytes) -> str:
+    """A key: the SHA-256 of ``parts``, each preceded by its length so that no two lists of parts run together alike."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+class Cache:
+    """Build results under one directory, which need not exist yet."""
+
+    _warned: ClassVar[bool] = False  # one warning a process is enough
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def default(cls) -> Cache:
+        """The user's cache: ``$KDGEN_CACHE_DIR``, or the platform's cache directory."""
+        chosen = os.environ.get("KDGEN_CACHE_DIR")
+        if not chosen:
+            return cls(platformdirs.user_cache_path("kdgen"))
+        try:
+            return cls(Path(chosen).expanduser())
+        except RuntimeError:  # ~ of a user who has no home directory
+            return cls(Path(chosen))
+
+    def get(self, kind: str, key: str, suffix: str) -> Path | None:
+        """The entry's file, whole and uncorrupted, or None."""
+        found = self._find(kind, key, suffix)
+        return found[0] if found else None
+
+    def read(self, kind: str, key: str, suffix: str) -> bytes | None:
+        """The entry's bytes as they were put, or None."""
+        found = self._find(kind, key, suffix)
+        return found[1] if found else None
+
+    def put(self, kind: str, key: str, suffix: str, data: bytes) -> Path | None:
+        """Store ``data``; the entry's file, or None (after one warning) where the directory cannot be written."""
+        target = self._shard(kind, key) / f"{key}-{_check(data)}.{suffix.lstrip('.')}"
+        for attempt in (1, 2):
+            try:
+                _write(self.path, target, data)
+                return target
+            except FileNotFoundError as error:  # another process cleared the cache between mkdir and write
+                if attempt == 2:
+                    self._warn(error)
+            except OSError as error:
+                self._warn(error)
+                break
+        return None
+
+    def clear(self) -> int:
+        """Remove every entry (and nothing that is not one); returns how many files went."""
+        removed = 0
+        for file in list(self._files()):
+            with contextlib.suppress(OSError):
+                file.unlink()
+                removed += 1
+            for directory in (file.parent, file.parent.parent):
+                if self.path in directory.parents:
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
+        return removed
+
+    def size(self) -> int:
+        """Bytes in the cache."""
+        total = 0
+        for file in self._files():
+            with contextlib.suppress(OSError):
+                total += file.stat().st_size
+        return total
+
+    def remove_abandoned(self) -> None:
+        """Remove what killed processes did not finish writing."""
+        remove_abandoned(self.path, _TEMPORARY)
+
+    def _warn(self, error: OSError) -> None:
+        if not Cache._warned:
+            Cache._warned = True
+            why = error.strerror or str(error)
+            print(f"kdgen: warning: cannot write the cache {self.path} ({why}); set KDGEN_CACHE_DIR", file=sys.stderr)
+
+    def _files(self) -> Iterator[Path]:
+        found = itertools.chain(self.path.glob(f"{_TEMPORARY}*"), self.path.glob("*/??/*"))
+        return (file for file in found if _ENTRY.fullmatch(file.name))
+
+    def _shard(self, kind: str, key: str) -> Path:
+        return self.path / kind / key[:2]
+
+    def _find(self, kind: str, key: str, suffix: str) -> tuple[Path, bytes] | None:
+        ending = "." + suffix.lstrip(".")
+        try:
+            names = sorted(entry.name for entry in os.scandir(self._shard(kind, key)) if entry.name.startswith(key + "-"))
+        except OSError:
+            return None
+        for name in names:
+            file = self._shard(kind, key) / name
+            try:
+                data = file.read_bytes()
+            except OSError:
+                continue
+            if name == f"{key}-{_check(data)}{ending}":
+                return file, data
+        return None
+
+
+def _check(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _write(folder: Path, target: Path, data: bytes) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with temporary_file(folder, _TEMPORARY, mode=0o600) as temporary:
+        temporary.write_bytes(data)
+        temporary.replace(target)

@@ -1,0 +1,434 @@
+"""The build: plans in, generated folders and compiled kernels out, and nothing left half done.
+
+A folder ``<out>/<plan.directory>/`` holds one ``.cu`` a kernel and ``manifest.json``. Texts are written before they are compiled, so
+that a compiler's message has a file to look at; the manifest follows when everything has compiled. A file is written only when it
+differs, under a temporary name that is then renamed: an interrupted or failed build, or two at once, leave whole files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from kdgen.backends.base import Source
+from kdgen.codegen.cache import Cache
+from kdgen.codegen.compile import Cubin, compile_all, nvrtc_version, require_arch
+from kdgen.codegen.format import clang_format_version
+from kdgen.codegen.render import MARK, parts_of, render
+from kdgen.errors import CompileError, KdgenError
+from kdgen.files.resources import specs_dir, templates_dir
+from kdgen.files.temporary import remove_abandoned, temporary_file
+from kdgen.plan.arch import target_for
+from kdgen.plan.build import build_plan, own_kernels
+from kdgen.plan.ir import Compute, Family, Plan
+from kdgen.spec.model import load_spec
+
+#: Raise it when the manifest's structure changes.
+MANIFEST_SCHEMA = "kdgen.manifest/2"
+MANIFEST = "manifest.json"
+DEFAULT_ARCHS = ("sm_90a", "sm_120a")
+#: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
+ALSO_F32 = ("tiny", "tiny2", "tiny-dflash")
+#: Prefix of files being written. A killed build leaves one behind; the next build removes it.
+TEMPORARY = ".kdgen-"
+
+Progress = Callable[[Plan, Cubin], None]
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel on one architecture. Sizes are bytes; bytes and flops are what a launch over one token row must do at least."""
+
+    kernel: str
+    template: str
+    arch: str
+    registers: int
+    static_smem: int
+    dynamic_smem: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    bytes_per_token: int
+    flops_per_token: int
+    seconds: float  #: NVRTC's time when it was compiled
+    cached: bool  #: not compiled this time
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """One plan's folder: what changed in it and what its kernels need."""
+
+    spec: str
+    compute: Compute
+    folder: str
+    files: int
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+    weight_bytes: int
+    kernels: tuple[KernelReport, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    nvrtc: str
+    clang_format: str
+    archs: tuple[str, ...]
+    seconds: float
+    compiled: int
+    cached: int
+    folders: tuple[FolderReport, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A file that is not as the plan makes it; ``diff`` leads from what is there to what should be."""
+
+    file: str
+    kind: Literal["missing", "changed", "extra"]
+    diff: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What ``--check`` found. ``notes`` says what was not compared, and why."""
+
+    folders: tuple[str, ...]
+    files: int
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The texts of one plan, by file name, and as sources for a compiler: those of every target family's plan, in its order."""
+
+    plan: Plan
+    texts: Mapping[str, str]
+    sources: Mapping[Family, tuple[Source, ...]]
+
+    def sources_for(self, arch: str) -> tuple[Source, ...]:
+        return self.sources.get(target_for(arch).family, self.sources["generic"])
+
+
+# ---- what is built --------------------------------------------------------------------------------------------------
+
+
+def plans_for(specs: Sequence[str], compute: Compute | None = None) -> list[Plan]:
+    """The plans of ``specs``, which are files or shipped names; none means all that is committed under ``generated/``.
+
+    Raises SpecError for a bad spec and KdgenError when two different specs have one name, and so one folder.
+    """
+    wanted = [(spec, compute) for spec in specs]
+    if not specs:
+        names = sorted(path.stem for path in specs_dir().glob("*.yaml"))
+        wanted = [(name, compute) for name in names]
+        if compute is None:
+            wanted += [(name, "f32") for name in ALSO_F32]
+    plans: dict[str, Plan] = {}
+    for source, dtype in wanted:
+        plan = build_plan(load_spec(source), dtype)
+        if plans.setdefault(plan.directory, plan) != plan:
+            raise KdgenError(f"{source}: another spec is called {plan.spec_name} too; give it a name of its own")
+    return list(plans.values())
+
+
+def generate(plan: Plan) -> Generated:
+    """Render ``plan`` and the special plans in it: a kernel that one of those has of its own is called ``<name>_<family>.cu``.
+
+    Raises KdgenError naming template and kernel when a template does not fit its parameters.
+    """
+    rendered = {each.kernel.name: each for each in render(plan)}
+    texts = {f"{name}.cu": each.text for name, each in rendered.items()}
+    sources: dict[Family, tuple[Source, ...]] = {"generic": tuple(each.source for each in rendered.values())}
+    for special in plan.special:
+        own = {each.kernel.name: each for each in render(own_kernels(special, plan))}
+        texts |= {f"{name}_{special.family}.cu": each.text for name, each in own.items()}
+        sources[special.family] = tuple((own.get(kernel.name) or rendered[kernel.name]).source for kernel in special.kernels)
+    return Generated(plan, texts, sources)
+
+
+def build(
+    plans: Sequence[Plan],
+    archs: Sequence[str] = DEFAULT_ARCHS,
+    out: Path = Path("generated"),
+    *,
+    jobs: int | None = None,
+    cache: Cache | None = None,
+    on_done: Progress | None = None,
+) -> BuildReport:
+    """Write and compile every plan; ``on_done`` is called as each kernel is ready.
+
+    Raises KdgenError for an unknown architecture or a folder that cannot be written, CompileError with kernel, template and log when a
+    kernel does not compile or needs more shared memory than an architecture has.
+    """
+    started = time.perf_counter()
+    archs = tuple(dict.fromkeys(archs))
+    for arch in archs:
+        require_arch(arch)
+    everything = [generate(plan) for plan in plans]  # all of it before the first file, so that a bad template writes nothing
+    folders = []
+    for generated in everything:
+        folder = out / generated.plan.directory
+        with _writing(folder):
+            _prepare(folder)
+            written = [name for name, text in generated.texts.items() if write_if_different(folder / name, text)]
+        cubins = _compile(generated, archs, folder, jobs, cache, on_done)
+        manifest = manifest_text(generated, resources(cubins), clang_format_version())
+        with _writing(folder):
+            if write_if_different(folder / MANIFEST, manifest):
+                written.append(MANIFEST)
+            removed = [path.name for path in orphans(folder, generated)]
+            for name in removed:
+                (folder / name).unlink(missing_ok=True)
+        folders.append(_folder_report(generated, folder, cubins, tuple(written), tuple(removed)))
+    kernels = [kernel for folder_report in folders for kernel in folder_report.kernels]
+    cached = sum(kernel.cached for kernel in kernels)
+    seconds = round(time.perf_counter() - started, 3)
+    return BuildReport(nvrtc_version(), clang_format_version(), archs, seconds, len(kernels) - cached, cached, tuple(folders))
+
+
+def check(
+    plans: Sequence[Plan],
+    archs: Sequence[str] = DEFAULT_ARCHS,
+    out: Path = Path("generated"),
+    *,
+    compile: bool = True,
+    jobs: int | None = None,
+    cache: Cache | None = None,
+    on_done: Progress | None = None,
+) -> CheckReport:
+    """What ``build`` would change under ``out``, without changing it.
+
+    Registers, spills and shared memory are a matter of the compiler's version: they are compared only with ``compile``, and when NVRTC
+    is the one that the manifest records. The same goes for the recorded version of clang-format, though not for what it formatted.
+    Raises what ``build`` raises.
+    """
+    archs = tuple(dict.fromkeys(archs))
+    for arch in archs if compile else ():
+        require_arch(arch)
+    differences: list[Difference] = []
+    notes: list[str] = []
+    files = 0
+    for generated in map(generate, plans):
+        folder = out / generated.plan.directory
+        recorded = _recorded(folder / MANIFEST)
+        formatter = recorded.get("clang_format")
+        if not isinstance(formatter, str):
+            formatter = clang_format_version()
+        elif formatter != clang_format_version():
+            notes.append(f"formatted with clang-format {clang_format_version()}, the manifest records {formatter}")
+        kept = recorded.get("resources")
+        if not _is_resources(kept):
+            notes.append(f"{folder}: no registers, shared memory and spills are recorded")
+            kept = None
+        elif not compile:
+            notes.append("registers, shared memory and spills were not compared: nothing was compiled")
+        elif kept["nvrtc"] != nvrtc_version():
+            versions = f"NVRTC is {nvrtc_version()}, the manifest records {kept['nvrtc']}"
+            notes.append(f"registers, shared memory and spills were not compared: {versions}")
+        else:
+            notes += [f"{folder}: nothing is recorded for {arch}" for arch in archs if arch not in kept["archs"]]
+            cubins = _compile(generated, [arch for arch in archs if arch in kept["archs"]], folder, jobs, cache, on_done)
+            kept = {"nvrtc": kept["nvrtc"], "archs": {**kept["archs"], **resources(cubins)["archs"]}}
+        expected = {**generated.texts, MANIFEST: manifest_text(generated, kept, formatter)}
+        files += len(expected)
+        differences += _differences(folder, expected, orphans(folder, generated))
+    folders = tuple(str(out / plan.directory) for plan in plans)
+    return CheckReport(folders, files, tuple(differences), tuple(dict.fromkeys(notes)))
+
+
+# ---- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | None, clang_format: str) -> str:
+    """``manifest.json``: a plan as plain data, what its texts were made from, and what the compiler said of them."""
+    folder = templates_dir()
+    names = sorted({kernel.template for plan in (generated.plan, *generated.plan.special) for kernel in plan.kernels})
+    templates = {f"kernels/{name}": _sha256((folder / "kernels" / name).read_bytes()) for name in names}
+    templates |= {f"lib/{part}": _sha256((folder / "lib" / part).read_bytes()) for name in names for part in parts_of(name)}
+    headers = {f"lib/gpu/{path.name}": _sha256(path.read_bytes()) for path in sorted((folder / "lib" / "gpu").iterdir()) if path.is_file()}
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "clang_format": clang_format,
+        "templates": templates | headers,
+        "files": {name: _sha256(text.encode()) for name, text in sorted(generated.texts.items())},
+        "resources": kernel_resources,
+        "plan": dataclasses.asdict(dataclasses.replace(generated.plan, special=())) | {"special": differences(generated.plan)},
+    }
+    return _pretty(manifest) + "\n"
+
+
+def differences(plan: Plan) -> dict[str, Any]:
+    """What the special plans of ``plan`` have otherwise, by family: the kernels, buffers and notes that are their own."""
+    found: dict[str, Any] = {}
+    for special in plan.special:
+        names = ("kernels", "buffers", "notes")
+        own = {name: [each for each in getattr(special, name) if each not in getattr(plan, name)] for name in names}
+        found[special.family] = {
+            name: [each if isinstance(each, str) else dataclasses.asdict(each) for each in own[name]] for name in names
+        }
+    return found
+
+
+def resources(cubins: Sequence[Cubin]) -> dict[str, Any]:
+    """The manifest's ``resources``: by architecture and kernel, with the NVRTC version they depend on."""
+    names = ("registers", "static_smem", "dynamic_smem", "stack", "spill_stores", "spill_loads")
+    archs: dict[str, dict[str, dict[str, int]]] = {arch: {} for arch in sorted({cubin.arch for cubin in cubins})}
+    for cubin in cubins:
+        archs[cubin.arch][cubin.name] = {name: getattr(cubin, name) for name in names}
+    return {"nvrtc": nvrtc_version(), "archs": archs}
+
+
+def _recorded(manifest: Path) -> dict[str, Any]:
+    """The manifest's top level as it is on disk; empty when it is missing or damaged, which the comparison of its text will say."""
+    try:
+        found = json.loads(manifest.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_resources(found: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(found, dict) and isinstance(found.get("nvrtc"), str) and isinstance(found.get("archs"), dict)
+
+
+def _pretty(value: object, indent: int = 0) -> str:
+    """JSON with one line for whatever fits on it: a launch or a kernel's cost is easier to read, and to review, as one line."""
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(flat) + indent <= 120 or not isinstance(value, (dict, list, tuple)):
+        return flat
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        items = [f"{pad}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, indent + 2)}" for key, item in value.items()]
+    else:
+        items = [pad + _pretty(item, indent + 2) for item in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return opening + "\n" + ",\n".join(items) + "\n" + " " * indent + closing
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+
+
+def _compile(
+    generated: Generated, archs: Sequence[str], folder: Path, jobs: int | None, cache: Cache | None, on_done: Progress | None
+) -> list[Cubin]:
+    plan = generated.plan
+    done = None if on_done is None else lambda cubin: on_done(plan, cubin)
+    try:
+        work = [(source, arch) for arch in archs for source in generated.sources_for(arch)]
+        return compile_all(work, templates_dir() / "lib" / "gpu", jobs=jobs, cache=cache, on_done=done)
+    except CompileError as error:
+        raise CompileError(f"{plan.spec_name} ({plan.compute}), generated in {folder}: {error}") from error
+
+
+def _folder_report(
+    generated: Generated, folder: Path, cubins: Sequence[Cubin], written: tuple[str, ...], removed: tuple[str, ...]
+) -> FolderReport:
+    plan = generated.plan
+    kernels, warnings = [], []
+    for cubin in cubins:
+        kernel = plan.on(target_for(cubin.arch).family).kernel(cubin.name)
+        kernels.append(
+            KernelReport(
+                kernel.name, kernel.template, cubin.arch, cubin.registers, cubin.static_smem, cubin.dynamic_smem, cubin.stack,
+                cubin.spill_stores, cubin.spill_loads, kernel.cost.bytes(1), kernel.cost.flops(1), cubin.seconds, cubin.cached,
+            )
+        )  # fmt: skip
+        where = f"{plan.spec_name} ({plan.compute}): kernel {kernel.name} ({kernel.template}) on {cubin.arch}"
+        if cubin.spills:
+            warnings.append(f"{where} spills registers: {cubin.spill_stores} bytes stored, {cubin.spill_loads} loaded")
+        elif cubin.stack:
+            warnings.append(f"{where} keeps {cubin.stack} bytes in local memory")
+    weight_bytes = sum(weight.total_bytes for weight in plan.weights)
+    return FolderReport(
+        plan.spec_name, plan.compute, str(folder), len(generated.texts) + 1, written, removed, weight_bytes, tuple(kernels), tuple(warnings)
+    )
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def write_if_different(path: Path, text: str) -> bool:
+    """Whether ``path`` had to be written. It always holds the whole old or the whole new text. Raises OSError."""
+    data = text.encode()
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes() == data:
+            return False
+    with temporary_file(path.parent, TEMPORARY) as temporary:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    return True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all; a pipe or a terminal takes it, too. Raises KdgenError when it cannot be written."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_if_different(path, text)
+    except OSError as error:
+        raise KdgenError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def orphans(folder: Path, generated: Generated) -> list[Path]:
+    """Files in ``folder`` that kdgen generated and ``generated`` has no longer. A .cu that is somebody else's is not one."""
+    return [path for path in sorted(folder.glob("*.cu")) if path.name not in generated.texts and _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MARK)) == MARK.encode()
+    except OSError:
+        return False
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder and clear away what killed builds left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder, TEMPORARY)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a KdgenError."""
+    try:
+        yield
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else TEMPORARY
+        file = "" if name.startswith(TEMPORARY) else f" ({error.filename})"
+        raise KdgenError(f"cannot write {folder}: {error.strerror}{file}; choose another folder with --out") from error
+
+
+def _differences(folder: Path, expected: Mapping[str, str], extra: Sequence[Path]) -> list[Difference]:
+    found = []
+    for name, text in expected.items():
+        path = folder / name
+        try:
+            present = path.read_bytes().decode(errors="replace")
+        except OSError:  # missing, a directory, or not to be read
+            found.append(Difference(str(path), "missing", _diff(path, "", text)))
+            continue
+        if present != text:
+            found.append(Difference(str(path), "changed", _diff(path, present, text)))
+    return found + [Difference(str(path), "extra", _diff(path, path.read_bytes().decode(errors="replace"), "")) for path in extra]
+
+
+def _diff(path: Path, present: str, expected: str) -> str:
+    before, after = present.splitlines(keepends=True), expected.splitlines(keepends=True)
+    lines = difflib.unified_diff(before, after, f"{path} (now)", f"{path} (built)")
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)

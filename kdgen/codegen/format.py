@@ -1,0 +1,60 @@
+"""clang-format for generated code: the binary of the ``clang-format`` wheel, never one found on PATH, which could be any version."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kdgen.errors import KdgenError
+from kdgen.files.temporary import scratch_folder
+
+#: Google's style with longer lines. Comments keep their breaks: the header's command has to stay on one line.
+STYLE = "{BasedOnStyle: Google, Language: Cpp, ColumnLimit: 110, DerivePointerAlignment: false, ReflowComments: Never}"
+
+
+def clang_format(text: str) -> str:
+    """``text``, formatted. Raises KdgenError when the clang-format wheel is missing."""
+    return clang_format_many([text])[0]
+
+
+def clang_format_many(texts: Sequence[str]) -> list[str]:
+    """Every text formatted, by one process.
+
+    Raises KdgenError when the clang-format wheel is missing or its binary does not run.
+    """
+    if not texts:
+        return []
+    with scratch_folder("format") as folder:
+        files = [folder / f"{i}.cu" for i in range(len(texts))]
+        for file, text in zip(files, texts, strict=True):
+            file.write_bytes(text.encode())
+        # by names in their folder: clang-format takes a % in a path for a place to be filled in
+        _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=folder)
+        return [file.read_bytes().decode() for file in files]
+
+
+@functools.cache
+def clang_format_version() -> str:
+    """The version of the binary, e.g. ``20.1.8``. Raises KdgenError when the clang-format wheel is missing."""
+    return _run("--version").split()[-1]
+
+
+def _run(*arguments: str, folder: Path | None = None) -> str:
+    try:
+        result = subprocess.run([str(_binary()), *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise KdgenError(f"clang-format does not run ({error}); reinstall it: pip install --force-reinstall clang-format") from error
+    if result.returncode != 0:
+        raise KdgenError(f"clang-format failed: {result.stderr.strip()}")
+    return result.stdout
+
+
+def _binary() -> Path:
+    package = importlib.util.find_spec("clang_format")
+    if package is None or package.origin is None:
+        raise KdgenError("clang-format is missing; pip install 'clang-format>=20,<24'")
+    return Path(package.origin).absolute().parent / "data" / "bin" / ("clang-format.exe" if sys.platform == "win32" else "clang-format")

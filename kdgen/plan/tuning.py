@@ -1,0 +1,97 @@
+"""How work is tiled, whatever it is: the compute dtype, warps that split inputs, rings of weights, blocks. By shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdgen.plan import params
+from kdgen.plan.ir import Compute
+from kdgen.spec.drafter import DraftSpec
+from kdgen.spec.model import Spec
+
+#: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
+SMEM_LIMIT = 99 * 1024
+#: The same of sm_90a, whose plans alone use wgmma.
+WGMMA_SMEM_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The compute dtype and what follows from it, and whether attention uses wgmma."""
+
+    compute: Compute
+    act: params.CType
+    act_bytes: int
+    weight: params.CType
+    weight_bytes: int
+    wgmma: bool = False
+
+
+def mode_of(spec: Spec | DraftSpec, compute: Compute) -> Mode:
+    """Tensor cores read bf16 weights; the generic path keeps the checkpoint's own type and widens in registers."""
+    wide = compute == "f32" and spec.dtype == "float32"
+    weight: tuple[params.CType, int] = ("float", 4) if wide else ("bf16", 2)
+    return Mode(compute, "bf16", 2, *weight) if compute == "bf16" else Mode(compute, "float", 4, *weight)
+
+
+def block_for(width: int, most: int = 256) -> int:
+    """Threads for an elementwise pass over ``width``: whole warps, no more than it has work for."""
+    return max(32, min(most, -(-width // 32) * 32))
+
+
+CLUSTER = 8  #: most blocks of a cluster, which every GPU that has them runs
+
+
+def cluster_of(block: int) -> int:
+    """Blocks that ``block`` threads are divided among, whole warps each."""
+    return next(blocks for blocks in (CLUSTER, 4, 2, 1) if block % (32 * blocks) == 0)
+
+
+def column_blocks(width: int) -> int:
+    """Blocks of an elementwise pass over a row of ``width``."""
+    return -(-width // block_for(width))
+
+
+def input_slices(cols: int) -> int:
+    """Warps that split ``cols`` inputs in the generic kernels."""
+    return 4 if cols >= 32 else 1
+
+
+def mma_warps(cols: int) -> int:
+    """Warps that split ``cols`` inputs evenly: at least 2 MMA steps each, 16 where they fill an SM by themselves, 8 below that, so that
+    two blocks share an SM and rows are dealt out more evenly (H200, 2048 inputs, 8 rows: 9.8 µs instead of 10.8; 1 row the same).
+    """
+    steps = cols // 16
+    most = 16 if steps >= 384 else 8 if steps >= 64 else 4 if steps >= 16 else 2 if steps >= 4 else 1
+    return next(warps for warps in (16, 8, 4, 2, 1) if warps <= most and steps % warps == 0)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How a warp streams its weights: ``slots`` stages of ``stage_steps`` MMA steps, all but one of them on their way."""
+
+    stage_steps: int
+    slots: int
+    bytes: int  #: of one warp
+
+    @property
+    def comment(self) -> str:
+        return f"{self.bytes} bytes a warp"
+
+
+def dense_ring(steps: int) -> Ring:
+    """4 KiB a warp: with 16 warps an SM, three quarters of that on their way are more than the latency of memory times its bandwidth.
+    The ring goes on from one row tile to the next, so short rows do not shorten it. (On sm_90a 8 KiB would save 1 % of a decode step.)
+    """
+    stage_steps = next(n for n in (2, 1) if steps % n == 0)
+    return Ring(stage_steps, 8 // stage_steps, 4096)
+
+
+def blocks_per_sm(warps: int) -> int:
+    """16 warps on an SM may have 128 registers a thread: the sums of 32 tokens and TILES_TOGETHER, and what they are made of."""
+    return min(12, 16 // warps)  # some targets hold 16 blocks
+
+
+def held_steps(steps: int, most: int) -> int:
+    """Whole rounds of a warp's ``steps`` of router weights, at most ``most`` of them in registers, 2 each."""
+    return next(held for held in range(min(steps, most), 0, -1) if steps % held == 0)

@@ -1,0 +1,191 @@
+"""Several requests decoded together over one engine, each exactly as it would be alone; they join and leave between steps.
+
+A step is at most two forwards: one of the prompts' next chunks, one of everything that decodes, with trees or without. Which
+requests share a step depends on when they came, and changes no bit of any of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kdgen.drafters.base import Drafter, nothing
+from kdgen.errors import KdgenError
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
+from kdgen.runtime.engine import Draft, Verified
+from kdgen.runtime.sampling import GREEDY, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode: at most ``max_new_tokens`` after ``prompt``, or up to the first of ``stop``, which is kept.
+
+    ``chunk`` bounds the prompt tokens of a forward (0: as many as fit). Without a ``drafter`` a forward gives one token; with one,
+    draft trees of at most ``budget`` nodes and ``block_size`` - 1 depths.
+    Raises KdgenError for an empty prompt and values outside their ranges.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop: frozenset[int] = frozenset()
+    sampling: Sampling = GREEDY
+    chunk: int = 0
+    drafter: Drafter | None = None
+    budget: int = 15
+    block_size: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise KdgenError("the prompt is empty: give at least one token id")
+        if self.max_new_tokens < 1:
+            raise KdgenError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.chunk < 0:
+            raise KdgenError(f"a chunk has at least one token (0: as many as fit), not {self.chunk}")
+        if not 2 <= self.block_size <= MAX_PATH:
+            raise KdgenError(f"a block size lies between 2 and {MAX_PATH}, not at {self.block_size}")
+        if not 0 <= self.budget < MAX_NODES:
+            raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {self.budget}")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's new tokens, its stop token included. ``forwards`` counts those that decoded, not the prompt's.
+
+    Its cache slab, ``sequence``, keeps what it holds until the next step.
+    """
+
+    number: int
+    sequence: int
+    tokens: tuple[int, ...]
+    forwards: int
+
+
+class Target(Protocol):
+    """What a batch needs of an engine."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None: ...
+
+    def prefill_many(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]: ...
+
+    def decode_many(self, sequences: Sequence[int]) -> tuple[int, ...]: ...
+
+    def verify_many(self, drafts: Sequence[Draft]) -> tuple[Verified, ...]: ...
+
+
+@dataclass
+class _Running:
+    """A request that has a cache slab. It decodes once its whole prompt is ``prefilled``."""
+
+    number: int
+    request: Request
+    limit: int
+    prefilled: int = 0
+    tokens: list[int] = field(default_factory=list)
+    forwards: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.prefilled == len(self.request.prompt)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) >= self.limit or bool(self.request.stop.intersection(self.tokens))
+
+    def draft(self, sequence: int) -> Draft:
+        """Its part of a verify step; no deeper than the tokens still wanted."""
+        depths = min(self.request.block_size - 1, self.limit - len(self.tokens) - 1)
+        if self.request.drafter is None or depths < 1:
+            return Draft(sequence, nothing(), 0)
+        return Draft(sequence, self.request.drafter.propose([*self.request.prompt, *self.tokens], depths), self.request.budget)
+
+    def finish(self, sequence: int) -> Finished:
+        end = next((i + 1 for i, token in enumerate(self.tokens) if token in self.request.stop), len(self.tokens))
+        return Finished(self.number, sequence, tuple(self.tokens[:end]), self.forwards)
+
+
+class Batch:
+    """Requests over the engine's ``limits.max_sequences`` cache slabs; those beyond them wait, first come, first served."""
+
+    def __init__(self, engine: Target) -> None:
+        self._engine = engine
+        self._waiting: deque[_Running] = deque()
+        self._running: dict[int, _Running] = {}  # by sequence
+        self._count = 0
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its number. Raises KdgenError when its prompt fills the context."""
+        room = self._engine.plan.limits.max_context - len(request.prompt)
+        if room < 1:
+            context = self._engine.plan.limits.max_context
+            raise KdgenError(f"a prompt of {len(request.prompt)} tokens leaves no room in a context of {context}: raise --context")
+        self._waiting.append(_Running(self._count, request, min(request.max_new_tokens, room)))
+        self._count += 1
+        return self._count - 1
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def step(self) -> tuple[Finished, ...]:
+        """Advance every running request; returns those that are done, whose slabs are free from now on."""
+        self._admit()
+        decoding = [sequence for sequence, running in self._running.items() if running.decodes]
+        self._prefill()
+        self._decode(decoding)
+        done = [sequence for sequence, running in self._running.items() if running.decodes and running.done]
+        return tuple(self._running.pop(sequence).finish(sequence) for sequence in done)
+
+    def run(self) -> Iterator[Finished]:
+        """Step until nothing is left to do."""
+        while not self.idle:
+            yield from self.step()
+
+    def _admit(self) -> None:
+        for sequence in range(self._engine.plan.limits.max_sequences):
+            if self._waiting and sequence not in self._running:
+                self._running[sequence] = self._waiting.popleft()
+                self._engine.reset(sequence, self._running[sequence].request.sampling)
+
+    def _prefill(self) -> None:
+        """The next chunk of every prompt, as far as one forward has room."""
+        room = self._engine.plan.limits.max_tokens
+        chunks: list[tuple[int, Sequence[int]]] = []
+        for sequence, running in self._running.items():
+            prompt, start = running.request.prompt, running.prefilled
+            part = prompt[start : start + min(running.request.chunk or room, room)]
+            if part:
+                chunks.append((sequence, part))
+                room -= len(part)
+        if not chunks:
+            return
+        for (sequence, chunk), token in zip(chunks, self._engine.prefill_many(chunks), strict=True):
+            running = self._running[sequence]
+            running.prefilled += len(chunk)
+            if running.decodes:
+                running.tokens.append(token)
+
+    def _decode(self, sequences: Sequence[int]) -> None:
+        running = [self._running[sequence] for sequence in sequences]
+        for each in running:
+            each.forwards += 1
+        if all(each.request.drafter is None for each in running):
+            if running:
+                for each, token in zip(running, self._engine.decode_many(sequences), strict=True):
+                    each.tokens.append(token)
+            return
+        drafts = [each.draft(sequence) for each, sequence in zip(running, sequences, strict=True)]
+        for each, step in zip(running, self._engine.verify_many(drafts), strict=True):
+            each.tokens += [*step.accepted[1:], step.next_token]
+
+
+def decode_together(engine: Target, requests: Iterable[Request]) -> tuple[Finished, ...]:
+    """Every request's result, in the order given."""
+    batch = Batch(engine)
+    for request in requests:
+        batch.add(request)
+    return tuple(sorted(batch.run(), key=lambda finished: finished.number))

@@ -1,0 +1,1 @@
+"""What a model is: our YAML, published configs, drafters' configs, RoPE."""

@@ -1,0 +1,1 @@
+"""Whole decodes, against the reference and each other by bits."""

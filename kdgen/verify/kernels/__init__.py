@@ -1,0 +1,1 @@
+"""Each kernel alone, against float64 and by bits."""

@@ -1,0 +1,312 @@
+"""Checks of routing and of the routed experts: the choice with its ties and groups, the grouping by expert, the expert layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.plan.ir import Kernel
+from kdgen.reference import int4, ops
+from kdgen.verify.kernels import tolerances
+from kdgen.verify.kernels.dense import interleaved
+from kdgen.verify.kernels.harness import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, spaced, split_guard
+from kdgen.verify.published import router_of
+from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
+
+Array = NDArray[Any]
+
+CHECKS: Registry = {}
+#: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
+#: scores are kept, for those the rule is the lowest index.
+NEAR = 4e-6
+INT4_GROUP = 32  #: inputs whose products tensor cores add up before a scale
+CROWD = 20  #: tokens of one expert: more than the 16 of two tiles
+#: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
+#: near ones.
+GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
+
+
+@for_template(CHECKS, ["router_topk.cu.j2"])
+def check_router_topk(bench: Bench) -> None:
+    """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
+    p, most = bench.p, max(bench.tokens)
+    bias = _choice_bias(bench, p)
+    logits = np.stack([_router_row(bench, p, row, bias) for row in range(most)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        experts, weights = bench.poisoned("i32", guard(count), p.top_k), bench.poisoned("f32", guard(count), p.top_k)
+        biases = [bench.input(bias)] if bias is not None else []
+        bench.launch(bench.integer(count), bench.input(logits[rows]), *biases, experts, weights, tokens=count)
+        return {
+            "topk_experts": split_guard(bench, "topk_experts", bench.read(experts), count),
+            "topk_weights": split_guard(bench, "topk_weights", bench.read(weights), count),
+        }
+
+    experts, weights = ops.router(logits, router_of(bench.spec), bias)
+    error = tolerances.positive_sum(weights, p.experts if p.softmax else p.top_k) + 2 * tolerances.formula(weights)
+    check_rows(bench, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
+
+
+def _choice_bias(bench: Bench, p: Any) -> Array | None:
+    """The correction bias [E] of a choice with parameters ``p``, where it has one."""
+    if not p.has_bias:
+        return None
+    bias = (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32)
+    bias[1::32] = 0.25  # the best are equal where logits are, and all of one lane
+    return np.asarray(bias)
+
+
+def _router_row(bench: Bench, p: Any, row: int, bias: Array | None) -> Array:
+    """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate. The others take
+    turns at the grids, or where those give near ties at the next coarser one.
+    """
+    if row == 0:
+        return np.zeros(p.experts, np.float32)
+    for attempt in range(400):
+        step, most = (40, 1) if row == 1 else GRIDS[min(row % len(GRIDS) + attempt // 100, len(GRIDS) - 1)]
+        logits = (bench.rng.integers(-most, most + 1, p.experts) * step).astype(np.float32)
+        if not _near_ties(p, logits, bias):
+            return np.asarray(logits)
+    return np.zeros(p.experts, np.float32)
+
+
+def _near_ties(p: Any, logits: Array, bias: Array | None) -> bool:
+    scores = ops.softmax(logits) if p.softmax else ops.sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    # scores are exact to so many digits; with a bias, which cancels some of them, so are sums to so many of the largest
+    floor = 0.0 if bias is None else float(np.abs(choice).max())
+    if _near(choice, np.arange(len(choice)), floor):
+        return True
+    if p.groups == 1:
+        return False
+    best = -np.sort(-choice.reshape(p.groups, -1), axis=1)[:, : 2 if p.group_top2 else 1]
+    # sums of different parts may be equal in one precision alone: only those of the same parts may tie
+    _, parts = np.unique(best, axis=0, return_inverse=True)
+    return _near(best.sum(axis=1), parts.reshape(-1), floor, ties=False)
+
+
+def _near(values: Array, kinds: Array, floor: float, ties: bool = True) -> bool:
+    """Whether float32 might order two values of different kinds otherwise than float64. ``ties``: equal ones are safe."""
+    order = np.argsort(values)
+    v, k = values[order], kinds[order]
+    close = np.diff(v) <= NEAR * np.maximum(np.maximum(np.abs(v[1:]), np.abs(v[:-1])), floor)
+    return bool((close & (k[1:] != k[:-1]) & ((np.diff(v) > 0) | (not ties))).any())
+
+
+def sorted_by_expert(topk: Array, experts: int) -> tuple[Array, Array, Array, Array]:
+    """What moe_sort gives for topk [M, k]: active experts, their begins and ends, and the assignments, token order inside each."""
+    flat = topk.reshape(-1)
+    assignments = np.argsort(flat, kind="stable").astype(np.int32)
+    counts = np.bincount(flat, minlength=experts)
+    active = np.flatnonzero(counts).astype(np.int32)
+    ends = np.cumsum(counts)[active].astype(np.int32)
+    return active, (ends - counts[active]).astype(np.int32), ends, assignments
+
+
+def _random_topk(bench: Bench, count: int, experts: int, top_k: int) -> NDArray[np.int32]:
+    """Distinct experts a token; some experts are popular, so that token tiles fill and overflow."""
+    popularity = np.exp2(-np.arange(experts) / max(1, experts / 4))
+    keys = bench.rng.random((count, experts)) ** (1 / popularity)
+    return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
+
+
+class _Lists:
+    """Buffers for ``total`` assignments grouped by expert, and what should be in them."""
+
+    def __init__(self, bench: Bench, experts: int, total: int) -> None:
+        self.experts = experts
+        self.arrays = [bench.poisoned("i32", size) for size in (1, experts, experts, experts, total + 2)]
+
+    def check(self, bench: Bench, topk: Array) -> None:
+        """``topk``: [M, k], the experts that were grouped; where some are none, their own check says so."""
+        if topk.min() < 0 or topk.max() >= self.experts:
+            return
+        number, *lists, assignments = (bench.read(array) for array in self.arrays)
+        active, begins, ends, order = sorted_by_expert(topk, self.experts)
+        bench.findings.equal("num_active", number, np.array([len(active)], np.int32))
+        for name, got, expected in zip(("active_expert", "active_begin", "active_end"), lists, (active, begins, ends), strict=True):
+            bench.findings.equal(name, got[: len(active)], expected)
+            bench.findings.equal(f"{name} beyond the active experts", got[len(active) :], np.zeros(self.experts - len(active), np.int32))
+        bench.findings.equal("assignments", assignments[: topk.size], order)
+        bench.findings.untouched("assignments beyond the last", assignments[topk.size :])
+
+
+@for_template(CHECKS, ["moe_sort.cu.j2"])
+def check_moe_sort(bench: Bench) -> None:
+    p = bench.p
+    for count in (*bench.tokens, 1024 // p.top_k + 2):  # more assignments than a thread each, and than fit one tile of them
+        uniform = np.argsort(bench.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
+        same = np.broadcast_to(np.arange(p.experts - p.top_k, p.experts, dtype=np.int32)[::-1], (count, p.top_k))
+        for topk in (uniform, _random_topk(bench, count, p.experts, p.top_k), np.ascontiguousarray(same)):
+            lists = _Lists(bench, p.experts, count * p.top_k)
+            bench.launch(bench.integer(count), bench.input(topk), *lists.arrays, tokens=count)
+            lists.check(bench, topk)
+            bench.release()
+
+
+@for_template(CHECKS, ["linear_and_choice.cu.j2"])
+def check_linear_and_choice(bench: Bench) -> None:
+    """A linear layer's y[m] = W x[m], added to what is there or not, the experts that logits choose, and these grouped."""
+    p, most = bench.p.linear, max(bench.tokens)
+    choice, wanted = bench.p.choice, bench.few(p.rows, SLICE_TILES * 16)
+    x = bench.random("bf16", most, p.cols)
+    w = bench.random("f32", 1, wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
+    packed = pack_mma_a(w)
+    residual = bench.random("f32", most, wanted) if p.accumulate else np.zeros((most, wanted), np.float32)
+    bias = _choice_bias(bench, choice)
+    logits = np.stack([_router_row(bench, choice, row, bias) for row in range(most)])
+
+    def run(rows: NDArray[np.int64]) -> dict[str, Array]:
+        count = len(rows)
+        y = poison("f32", guard(count), p.y_stride)
+        if p.accumulate:
+            y[:count, :wanted] = residual[rows]
+        outputs = {
+            "y": bench.input(y),
+            "topk_experts": bench.poisoned("i32", guard(count), choice.top_k),
+            "topk_weights": bench.poisoned("f32", guard(count), choice.top_k),
+        }
+        lists = _Lists(bench, choice.experts, count * choice.top_k)
+        biases = [bench.input(bias)] if bias is not None else []
+        bench.launch(
+            bench.integer(count), bench.input(x[rows]), bench.input(packed), outputs["y"], bench.input(logits[rows]), *biases,
+            outputs["topk_experts"], outputs["topk_weights"], *lists.arrays, tokens=count, row_tiles=-(-wanted // 16),
+            grid={0: 3},  # two blocks for the linear layer, so that each takes one row tile after another
+        )  # fmt: skip
+        found = {name: split_guard(bench, name, bench.read(array), count) for name, array in outputs.items()}
+        lists.check(bench, found["topk_experts"])
+        bench.findings.untouched("y of other rows", found["y"][:, wanted:])
+        return found | {"y": found["y"][:, :wanted]}
+
+    experts, weights = ops.router(logits, router_of(bench.spec), bias)
+    off = tolerances.positive_sum(weights, choice.experts if choice.softmax else choice.top_k) + 2 * tolerances.formula(weights)
+    y = ops.linear(x, w[0])
+    error = tolerances.dot(tolerances.terms_norm(x, w[0]), p.cols) + 2 * tolerances.EPS32 * (np.abs(y) + np.abs(y + residual))
+    expected = {"y": (y + residual, error), "topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, off)}
+    check_rows(bench, run, expected)
+
+
+#: Templates that read weights in tensor-core fragments.
+MMA_EXPERTS = ("experts_mma.cu.j2", "experts_wgmma.cu.j2")
+
+
+@for_template(CHECKS, ["experts_f32.cu.j2", *MMA_EXPERTS])
+def check_experts(bench: Bench) -> None:
+    """y[assignment] = W[expert] x, for tokens grouped by expert as moe_sort does. A token's bits must not depend on its company, and a
+    kernel for many rows must have those of the one for few.
+    """
+    p, spec = bench.p, bench.spec
+    if bench.decode_twin:
+        bench.tokens += (p.tokens + 1,)
+    most = max(bench.tokens)
+    mma = bench.kernel.template in MMA_EXPERTS
+    outputs = p.rows // 2 if p.gated else p.rows
+    experts = bench.few(spec.n_routed_experts or 0)
+    top_k = min(spec.num_experts_per_tok, experts)
+    tile = (8 if p.gated else 16) if mma else 32
+    wanted = bench.few(outputs, SLICE_TILES * tile)
+    full_top_k = spec.num_experts_per_tok
+    x_places = full_top_k // p.assignments_per_x_row  # 1 where every place reads its token's row
+    out = p.out if mma else "float"
+
+    topk = _random_topk(bench, most, experts, top_k)
+    x = bench.random(bench.act, most, x_places, p.cols)
+    packed, w, group_terms = _expert_weights(bench, experts, wanted)
+    far = spaced(experts, spec.n_routed_experts or 0)
+
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
+        count = len(rows)
+        active, begins, ends, order = sorted_by_expert(topk[rows], experts)
+        weight, numbers = bench.spread(packed, far, spec.n_routed_experts or 0)
+        # an assignment is token * (experts a token) + place; a slice may have fewer experts than a token takes places
+        order = (order // top_k * full_top_k + order % top_k).astype(np.int32)
+        y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
+        unused = np.full((spec.n_routed_experts or 0) - len(active), 1 << 30, np.int32)  # what old lists left behind the new
+        lists = [bench.input(np.append(array, unused)) for array in (numbers[active], begins, ends)]
+        row_tiles = -(-wanted // tile)
+        arguments = (
+            bench.input(np.array([len(active)], np.int32)),
+            *lists,
+            bench.input(order),
+            bench.input(x[rows]),
+            weight,
+            y,
+        )
+        bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel)
+        got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
+        bench.findings.untouched("y of other rows", got[:, :, wanted:])
+        bench.findings.untouched("y of other places", got[:, top_k:])
+        return {"y": got[:, :top_k, :wanted]}
+
+    expected = np.empty((most, top_k, wanted))
+    error = np.empty_like(expected)
+    for expert in range(experts):
+        rows, places = np.nonzero(topk == expert)
+        inputs = x[rows, np.minimum(places, x_places - 1)]
+        y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
+        if group_terms is not None:
+            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * INT4_GROUP)
+        if p.gated:
+            gate, up = y[:, :wanted], y[:, wanted:]
+            y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
+        expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
+    check_rows(bench, run, {"y": (expected, error)})
+    # one row over and over: its experts get more tokens than the kernel takes at a time
+    count = p.tokens + 6 if bench.decode_twin else CROWD
+    crowd, alone = run(np.zeros(count, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
+    bench.findings.same_bits(f"y of {count} equal rows", crowd, np.repeat(alone, count, axis=0))
+    if twin := bench.decode_twin:
+        rows = np.arange(most)
+        bench.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+
+
+def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
+    """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64, sizes of the terms in a group).
+
+    Experts lie whole strides apart even where only their first rows are filled. On tensor cores the INT4 kernel adds up (128 + u) x and
+    −136 x over a group for (u − 8) x, and what rounding does to those larger terms remains: the last result is the root of the sum of
+    their squares, times the scale, for each weight.
+    """
+    p = bench.p
+    rows = (2 if p.gated else 1) * wanted
+    mma = bench.kernel.template in MMA_EXPERTS
+    if not p.int4:
+        w = bench.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
+        w = w.astype(numpy_dtype("bf16" if mma or p.weight == "bf16" else "f32"))
+        if mma:
+            memory = poison("bf16", experts, -(-p.rows // 16) * 16 * p.cols)
+            part = pack_mma_a(interleaved(w, 8) if p.gated else w).reshape(experts, -1)
+            memory[:, : part.shape[1]] = part
+            return memory, w.astype(np.float64), None
+        whole = np.full((experts, p.cols, p.rows), np.nan, w.dtype)
+        _place(whole, w.swapaxes(1, 2), wanted, p)
+        return whole, w.astype(np.float64), None
+    assert bench.spec.quantization is not None
+    group = bench.spec.quantization.group_size
+    q = bench.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
+    scale = (bench.rng.uniform(0.5, 2, (experts, rows, p.cols // group)) * (21.5 * p.cols) ** -0.5).astype(numpy_dtype("bf16"))
+    w64 = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), group, axis=2)
+    if mma:
+        memory = poison("u8", experts, -(-p.rows // 16) * -(-p.cols // 64) * 576)
+        for e in range(experts):
+            nibbles, scales = (interleaved(q[e], 8), interleaved(scale[e], 8)) if p.gated else (q[e], scale[e])
+            part = pack_int4_mma_a(int4.pack(nibbles.astype(np.int8) - 8), scales, group)
+            memory[e, : len(part)] = part
+        return memory, w64, np.hypot(q.astype(np.float64) + 128, 136.0) * np.repeat(scale.astype(np.float64), group, axis=2)
+    parts = []
+    for e in range(experts):
+        nibbles, scales = np.full((p.cols, p.rows), 15, np.uint8), np.full((p.cols // group, p.rows), np.nan, scale.dtype)
+        _place(nibbles[None], q[e].T[None], wanted, p)
+        _place(scales[None], scale[e].T[None], wanted, p)
+        parts.append(pack_int4_k_major(int4.pack(nibbles.T.astype(np.int8) - 8), np.ascontiguousarray(scales.T), group))
+    return np.stack(parts), w64, None
+
+
+def _place(whole: Array, by_input: Array, wanted: int, p: Any) -> None:
+    """The first ``wanted`` outputs (and their up halves) of by_input [batch, K, rows] into whole [batch, K, all rows]."""
+    whole[:, :, :wanted] = by_input[:, :, :wanted]
+    if p.gated:
+        whole[:, :, p.rows // 2 : p.rows // 2 + wanted] = by_input[:, :, wanted:]

@@ -1,0 +1,331 @@
+"""The bench a kernel is checked on: buffers full of poison, a launch, and comparisons that remember the worst element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdgen.backends.base import Backend, DeviceArray, Pointer
+from kdgen.backends.cpu import CpuBackend
+from kdgen.errors import BackendError
+from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
+from kdgen.plan.ir import DType, Kernel, Plan
+from kdgen.spec.model import Spec
+from kdgen.weights.pack import numpy_dtype
+
+Array = NDArray[Any]
+
+#: Full runs a kernel over its whole shape. Slice launches the full-size kernel on a few row tiles over the full inputs, a few
+#: experts, heads and layers, with memory for no more than those.
+Size = Literal["full", "slice"]
+POISON = 0xFF  #: every byte of memory that a kernel has yet to write: NaN as a float, -1 as an integer
+GUARD_ROWS = 2  #: poisoned rows behind the last that a kernel may write
+SURPLUS_ROWS = 33  #: token rows that a grid is too large by: more than a tile
+SLICE_TILES = 2  #: row tiles, heads, experts or layers of a slice
+TOKENS = (1, 3, 7, 8, 9, 33)  #: few, and around the tiles of 8 and 32 tokens
+
+
+class Skip(Exception):
+    """This kernel cannot be checked here; the message says why."""
+
+
+@dataclass
+class Findings:
+    """What was wrong, and the element that came closest to its tolerance."""
+
+    problems: list[str] = field(default_factory=list)
+    ratio: float = 0.0  # of the worst element's error to its tolerance
+    error: float = 0.0
+    tolerance: float = 0.0
+    bits: int = 0  # compared one by one
+
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+
+    def close(self, what: str, got: Array, expected: Array, tolerance: Array) -> None:
+        """Every element of ``got`` within its own tolerance of ``expected``; a NaN never is."""
+        with np.errstate(invalid="ignore"):
+            error = np.abs(got.astype(np.float64) - expected)
+        tolerance = np.broadcast_to(np.asarray(tolerance, np.float64), error.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(error <= tolerance, np.where(tolerance > 0, error / tolerance, 0.0), np.maximum(error / tolerance, 1.0))
+        ratio = np.where(np.isnan(ratio), np.inf, ratio)
+        if not ratio.size:
+            return
+        worst = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+        if ratio[worst] >= self.ratio:
+            self.ratio, self.error, self.tolerance = float(ratio[worst]), float(error[worst]), float(tolerance[worst])
+        if not (error <= tolerance).all():
+            at = ", ".join(map(str, map(int, worst)))
+            self.problem(
+                f"{what}[{at}] is {got[worst]} instead of {expected[worst]:.9g} (tolerance {tolerance[worst]:.2g});"
+                f" {int((~(error <= tolerance)).sum())} of {error.size} elements are off"
+            )
+
+    def equal(self, what: str, got: Array, expected: Array) -> None:
+        """Integers, or floats that must be equal as values."""
+        different = np.asarray(got != expected)
+        if different.any():
+            at = np.unravel_index(int(np.argmax(different)), different.shape)
+            index = ", ".join(map(str, map(int, at)))
+            self.problem(f"{what}[{index}] is {got[at]} instead of {np.asarray(expected)[at]}; {int(different.sum())} of {got.size} differ")
+
+    def same_bits(self, what: str, got: Array, expected: Array) -> None:
+        """Two results of one computation: any difference breaks the exactness contract."""
+        self.bits += 8 * got.nbytes
+        different = bits(got) != bits(expected)
+        if different.any():
+            at = np.unravel_index(int(np.argmax(different)), different.shape)
+            index = ", ".join(map(str, map(int, at)))
+            self.problem(f"{what}[{index}] has other bits: {got[at]} and {expected[at]}; {int(different.sum())} of {got.size} differ")
+
+    def untouched(self, what: str, got: Array) -> None:
+        """Memory that the kernel had no business with still holds its poison."""
+        written = np.ascontiguousarray(got).reshape(-1).view(np.uint8) != POISON
+        if written.any():
+            self.problem(f"{what}: {int(written.sum())} bytes were written outside the rows asked for")
+
+
+def bits(values: Array) -> Array:
+    """The same memory as unsigned integers of the item's size."""
+    return np.ascontiguousarray(values).view(np.dtype(f"u{values.dtype.itemsize}"))
+
+
+@dataclass
+class Bench:
+    """One kernel of one plan on one backend, with random inputs from ``rng``; frees on exit what it allocated."""
+
+    backend: Backend
+    spec: Spec
+    plan: Plan
+    kernel: Kernel
+    rng: np.random.Generator
+    size: Size = "full"
+    tokens: tuple[int, ...] = TOKENS
+    findings: Findings = field(default_factory=Findings)
+    was_cut: bool = False  #: a slice that is less than the whole kernel
+    _arrays: list[DeviceArray] = field(default_factory=list)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def p(self) -> Any:
+        """The template's parameters; each check knows its own template's."""
+        return self.kernel.params
+
+    @property
+    def act(self) -> DType:
+        return "bf16" if self.plan.compute == "bf16" else "f32"
+
+    @property
+    def sliced(self) -> bool:
+        return self.size == "slice"
+
+    def few(self, count: int, most: int = SLICE_TILES) -> int:
+        """``count``, of which a slice takes at most ``most``."""
+        if not self.sliced or count <= most:
+            return count
+        self.was_cut = True
+        return most
+
+    @property
+    def decode_twin(self) -> Kernel | None:
+        """The kernel for few rows whose bits this one gives, where it is for many."""
+        name: str | None = getattr(self.p, "decode", None)
+        return self.plan.kernel(name) if name else None
+
+    # ---- memory ---------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        for array in self._arrays:
+            self.backend.free(array)
+        self._arrays.clear()
+
+    def input(self, values: Array) -> DeviceArray:
+        """``values`` on the device, in their own type and exactly their size."""
+        names: dict[np.dtype[Any], DType] = {numpy_dtype(d): d for d in ("f32", "bf16", "i32", "f64", "u8")}
+        array = self.backend.to_device(values, names[values.dtype])
+        self._arrays.append(array)
+        return array
+
+    def spread(self, values: Array, places: Array, count: int) -> tuple[DeviceArray, Array]:
+        """``values`` [few, …] as those at ``places`` of ``count`` on the device, and where they are: a slice's items as far apart as all of
+        the kernel's would be. A backend that has no memory for what lies between has them side by side.
+        """
+        if not isinstance(self.backend, CpuBackend) or self.backend.mode != "plain":
+            return self.input(values), np.arange(len(values), dtype=np.int32)
+        size = values[0].nbytes
+        try:
+            array = self.backend.vast((count, size), "u8")
+        except BackendError:  # the system gives no process so many addresses
+            return self.input(values), np.arange(len(values), dtype=np.int32)
+        self._arrays.append(array)
+        for place, value in zip(places, values, strict=True):
+            self.backend.write(array, np.ascontiguousarray(value).reshape(-1).view(np.uint8), int(place) * size)
+        return array, places
+
+    def far_apart(self, parts: Array) -> tuple[DeviceArray, Array]:
+        """A cache's ``parts`` [few, …] on the device, as ``spread`` has them, and their numbers. The last part's place takes more than 32
+        bits.
+        """
+        count = 2**31 // parts[0].size + len(parts)
+        return self.spread(parts, spaced(len(parts), count), count)
+
+    def read_parts(self, array: DeviceArray, numbers: Array, like: Array) -> Array:
+        """The parts of those numbers of what ``far_apart`` or ``spread`` made, with the type and shape of ``like`` [few, …]."""
+        if array.shape == like.shape:  # side by side, as ``spread`` leaves them where there is no memory between them
+            return np.asarray(self.read(array)[numbers])
+        size = like[0].nbytes
+        parts = [DeviceArray((size,), "u8", array.address + int(number) * size, size, array.handle) for number in numbers]
+        return np.stack([self.read(part) for part in parts]).view(like.dtype).reshape(like.shape)
+
+    def integer(self, value: int) -> DeviceArray:
+        return self.input(np.array([value], np.int32))
+
+    def poisoned(self, dtype: DType, *shape: int) -> DeviceArray:
+        array = self.backend.empty(shape, dtype)
+        self._arrays.append(array)
+        if not self.backend.name.startswith("cpu"):  # whose memory is poisoned already, and known to its checker as unwritten
+            self.backend.write(array, poison(dtype, *shape))
+        return array
+
+    def read(self, array: DeviceArray) -> Array:
+        return self.backend.to_host(array)
+
+    # ---- random inputs --------------------------------------------------------------------------------------------------
+
+    def random(self, dtype: DType, *shape: int, scale: float = 1.0) -> Array:
+        """Normal values, rounded to ``dtype``."""
+        return np.asarray(self.rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(numpy_dtype(dtype))
+
+    # ---- launch ---------------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        *arguments: DeviceArray | int,
+        tokens: int = 1,
+        context: int = 1,
+        sequences: int = 1,
+        grid: Mapping[int, int] | None = None,
+        row_tiles: int | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
+        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``, on its first ``row_tiles`` or all of them.
+
+        ``kernel`` is another one of the plan that takes its place. The grid is for more token rows than there are: hosts know an upper
+        bound alone, and blocks beyond the last row must do nothing.
+        """
+        kernel = kernel or self.kernel
+        processors = self.backend.processors
+        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences, processors) for extent in kernel.grid)
+        grid = grid or {}
+        if kernel.row_tiles is not None:
+            arguments = (*arguments, kernel.row_tiles if row_tiles is None else row_tiles)
+        self.backend.launch(
+            kernel.name,
+            (grid.get(0, x), grid.get(1, y), grid.get(2, z)),
+            kernel.block,
+            kernel.smem,
+            [argument if isinstance(argument, int) else Pointer(argument) for argument in arguments],
+        )
+
+
+def spaced(few: int, count: int) -> NDArray[np.int32]:
+    """So many of ``count`` items: the first, …, the last."""
+    return np.asarray(np.arange(few) * (count - 1) // max(1, few - 1), np.int32)
+
+
+def poison(dtype: DType, *shape: int) -> Array:
+    kind = numpy_dtype(dtype)
+    return np.full((*shape, kind.itemsize), POISON, np.uint8).view(kind)[..., 0]
+
+
+def check_rows(bench: Bench, run: Callable[[NDArray[np.int64]], Mapping[str, Array]], expected: Mapping[str, tuple[Array, Array]]) -> None:
+    """A row-wise kernel over every token count, and its rows' bits in other positions and companies.
+
+    ``run(rows)`` runs the kernel on the chosen rows of the inputs and returns its outputs [len(rows), ...]; ``expected`` has
+    (values, tolerance) for all rows, as many as the largest token count.
+    """
+    most = max(bench.tokens)
+    base = run(np.arange(most))
+    bench.release()
+    for name, (values, tolerance) in expected.items():
+        if np.issubdtype(base[name].dtype, np.integer):
+            bench.findings.equal(name, base[name], values)
+        else:
+            bench.findings.close(name, base[name], values, tolerance)
+    for count in sorted({*bench.tokens, 1}):
+        rows = bench.rng.permutation(most)[:count]
+        again = run(rows)
+        bench.release()
+        for name in expected:
+            bench.findings.same_bits(f"{name} of {count} rows", again[name], base[name][rows])
+
+
+def guard(count: int) -> int:
+    """Rows of an output buffer for ``count`` token rows."""
+    return count + GUARD_ROWS
+
+
+def split_guard(bench: Bench, name: str, values: Array, count: int) -> Array:
+    """The first ``count`` rows, once the guard rows are seen to be untouched."""
+    bench.findings.untouched(f"{name} beyond row {count}", values[count:])
+    return values[:count]
+
+
+def cache_slots(bench: Bench, slots: int) -> int:
+    """At least ``slots`` slots, as many as a sequence's part of the kernel's cache has."""
+    return -(-slots // TILE) * TILE if bench.plan.key_tiles else slots
+
+
+def sequences_apart(bench: Bench, rows: Array) -> tuple[DeviceArray, Array]:
+    """Cache rows [sequences, slots, width] on the device as the kernel's cache has them, as far apart as in a cache of many sequences; and
+    the numbers of these sequences there.
+    """
+    return bench.far_apart(in_slots(bench, rows))
+
+
+def in_slots(bench: Bench, rows: Array) -> Array:
+    """Cache rows [..., slots, width] as they lie in memory; behind them NaN up to whole tiles."""
+    missing = cache_slots(bench, rows.shape[-2]) - rows.shape[-2]
+    whole = np.concatenate([rows, np.full((*rows.shape[:-2], missing, rows.shape[-1]), np.nan, rows.dtype)], axis=-2)
+    return to_tiles(whole) if bench.plan.key_tiles else whole
+
+
+def read_cache(bench: Bench, device: DeviceArray, numbers: Array, like: Array) -> Array:
+    """The rows of a cache ``like`` [sequences, slots, width], whose sequences have these ``numbers`` on the device."""
+    parts = bench.read_parts(device, numbers, like)
+    return from_tiles(parts) if bench.plan.key_tiles else parts
+
+
+def written_rows(bench: Bench, device: DeviceArray, numbers: Array, like: Array, sequence: Array, slots: Array) -> Array:
+    """The rows at ``slots`` of each ``sequence`` of a cache ``like`` [sequences, slots, width], once the others are seen to be untouched.
+    On the device its sequences have these ``numbers``.
+    """
+    cache = read_cache(bench, device, numbers, like)
+    written = np.zeros(cache.shape[:2], bool)
+    written[sequence, slots] = True
+    bench.findings.untouched("kv_cache in other slots", cache[~written])
+    return np.asarray(cache[sequence, slots])
+
+
+Checker = Callable[[Bench], None]
+Registry = dict[str, Checker]
+
+
+def for_template(registry: Registry, names: Sequence[str]) -> Callable[[Checker], Checker]:
+    """Register a check for the kernels of these templates."""
+
+    def register(check: Checker) -> Checker:
+        registry.update({name: check for name in names})
+        return check
+
+    return register

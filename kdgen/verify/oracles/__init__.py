@@ -1,0 +1,1 @@
+"""Other implementations' answers: where they lie, and what is in them."""

@@ -1,0 +1,1 @@
+"""What ``kdgen verify`` prints and writes."""
