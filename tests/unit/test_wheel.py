@@ -69,7 +69,7 @@ def test_it_finds_the_checkout_that_it_runs_in(installed: Path, tmp_path: Path) 
     )
     for folder, found in ((tmp_path, None), (ROOT, ROOT / "tests" / "oracle" / "data")):
         result = run(installed, folder, sys.executable, "-P", "-c", script)
-        assert result.stdout.split() == [str(installed / "kdgen" / "oracles.py"), str(found)], result.stderr
+        assert result.stdout.split() == [str(installed / "kdgen" / "verify" / "oracles" / "models.py"), str(found)], result.stderr
 
 
 def test_the_demo_model_is_in_it(installed: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Several ranks of one model: processes of this host that decode together on the CPU backend, each held against plain decoding.
 
-``python -m kdgen.verify.decoding.ranks`` is one rank; ``check_ranks`` starts them. Every rank makes the checks of ``check_decodes`` with its part of
-the model, and what they found is put together: a check is ok when it is on every rank.
+``python -m kdgen.verify.decoding.ranks`` is one rank; ``check_ranks`` starts them. Every rank makes the checks of ``check_decodes`` with
+its part of the model, and what they found is put together: a check is ok when it is on every rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A small model fits a block: one pass of its loops, one round of its threads, one part of its lists. What lies beyond is K2.6's: a
 vocabulary that a block passes over four times, norms of two vectors a thread, 384 experts, candidates of 64 parts. Where K2.6 has no
-second pass either, a made-up shape does. The checks are those of ``kdgen.verify.kernels.check``, over full shapes; a kernel whose check takes
-memory for a whole table or cache, or multiplies whole matrices, runs on a slice. A test counts loops' passes (tests/loops.py).
+second pass either, a made-up shape does. The checks are those of ``kdgen.verify.kernels.check``, over full shapes; a kernel whose check
+takes memory for a whole table or cache, or multiplies whole matrices, runs on a slice. A test counts loops' passes (tests/loops.py).
 """
 
 from __future__ import annotations
