@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pytest
 
 from kdgen.backends import cuda as cuda_module
-from kdgen.backends.base import Source
 from kdgen.backends.cuda import CudaBackend, Gpu
 from kdgen.codegen.compile import Cubin
+from kdgen.codegen.source import Source
 
 MILLISECONDS = 2.0  #: that each thing in the stream takes
 Effect = Callable[..., None]  #: what a kernel does, given its arguments: flat arrays for addresses, integers

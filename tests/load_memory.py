@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kdgen.backends.base import Argument, Backend, DeviceArray, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray
+from kdgen.codegen.source import Source
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, DType, Limits
 from kdgen.runtime.engine import Engine

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
-from kdgen.backends.base import Source
 from kdgen.backends.cpu import CpuBackend
 from kdgen.codegen.render import environment
+from kdgen.codegen.source import Source
 from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import Plan
 from kdgen.spec.model import Spec, load_spec

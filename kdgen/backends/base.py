@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,40 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 from kdgen.plan.ir import DType, Family
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.group import Group
-
-
-@dataclass(frozen=True)
-class Source:
-    """The CUDA C++ text of one kernel.
-
-    The text has exactly one ``extern "C" __global__`` function, called ``name``, inside ``namespace <name>``;
-    it includes only ``primitives.cuh``. ``block`` is its launch bound, ``smem`` its dynamic shared memory in bytes.
-    """
-
-    name: str
-    text: str
-    block: int
-    smem: int
-    #: The text waits for the kernel before it by itself (``wait_for_previous_kernel``), so a GPU may start it early.
-    overlaps: bool = False
-    #: Blocks that a block's threads are divided among where a GPU has clusters; each has ``smem``.
-    cluster: int = 1
-    #: Parameters by name through which it reads or writes before it has waited, besides those that are ``__restrict__``.
-    early: tuple[str, ...] = ()
-
-    @property
-    def code(self) -> str:
-        """What is compiled, and what caches are keyed by: ``text`` with the comment at its top left empty, line by line.
-
-        The comment names the spec and its hash. Another name, or another end token, changes neither of them in the machine code.
-        """
-        top = re.match(r"(?://[^\n]*(?<!\\)\n)*", self.text)
-        lines = top[0].count("\n") if top else 0
-        return "\n" * lines + self.text.split("\n", lines)[-1]
 
 
 @dataclass(frozen=True)

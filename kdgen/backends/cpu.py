@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.backends import host_compiler, line_table
-from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer
 from kdgen.backends.host_compiler import HostCompiler
 from kdgen.backends.shared import SharedGather, bind, shared_memory
 from kdgen.codegen.cache import Cache
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError
 from kdgen.files.resources import templates_dir
 from kdgen.files.temporary import scratch_folder

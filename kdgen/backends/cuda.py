@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.backends import cuda_launch as decided
-from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Source, Work
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Work
 from kdgen.backends.nccl import Nccl
 from kdgen.backends.peers import shared_zeros
 from kdgen.codegen.cache import Cache
 from kdgen.codegen.compile import Cubin, compile_all, everywhere
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.arch import arch_of_device, target_for

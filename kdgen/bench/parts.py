@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kdgen.backends.base import Backend, Launch, Pointer, Source
+from kdgen.backends.base import Backend, Launch, Pointer
 from kdgen.bench.humming import Humming
 from kdgen.bench.peers import Torch
 from kdgen.bench.timing import Contender, median, medians
+from kdgen.codegen.source import Source
 from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.errors import KdgenError

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kdgen.backends.base import AllGather, Argument, Launch, Pointer, Source, Work
+from kdgen.backends.base import AllGather, Argument, Launch, Pointer, Work
 from kdgen.backends.cuda import CudaBackend
 from kdgen.bench.humming import Humming, open_humming
 from kdgen.bench.parts import (
@@ -33,6 +33,7 @@ from kdgen.bench.parts import (
 )  # fmt: skip
 from kdgen.bench.peers import Torch, open_torch
 from kdgen.bench.timing import median
+from kdgen.codegen.source import Source
 from kdgen.drafters.base import BlockDraft
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir

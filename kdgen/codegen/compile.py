@@ -22,9 +22,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdgen.backends.base import Source
 from kdgen.codegen.cache import Cache, digest
 from kdgen.codegen.machine_code import has_broken_copies
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError, KdgenError
 from kdgen.plan.arch import Target, target_for, targets
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from kdgen.backends.base import Source
 from kdgen.codegen.cache import Cache
 from kdgen.codegen.compile import Cubin, compile_all, nvrtc_version, require_arch
 from kdgen.codegen.format import clang_format_version
 from kdgen.codegen.render import MARK, parts_of, render
+from kdgen.codegen.source import Source
 from kdgen.errors import CompileError, KdgenError
 from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.files.temporary import remove_abandoned, temporary_file

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import jinja2
 from jinja2 import meta
 
-from kdgen.backends.base import Source
 from kdgen.codegen.format import clang_format_many
+from kdgen.codegen.source import Source
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import Kernel, Plan

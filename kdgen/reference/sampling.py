@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.runtime.sampling import Sampling
+from kdgen.spec.sampling import Sampling
 
 
 def philox(seed: int, position: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -15,7 +15,7 @@ from kdgen.drafters.base import Drafter, nothing
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
 from kdgen.runtime.engine import Draft, Verified
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True)

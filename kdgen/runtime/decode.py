@@ -18,7 +18,7 @@ from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Plan
 from kdgen.runtime.budget import Budgets, FixedBudget, budget_for
 from kdgen.runtime.engine import Engine, Verified
 from kdgen.runtime.rounds import Rounds, budgets_for, step_costs
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True)

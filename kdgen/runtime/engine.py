@@ -21,10 +21,10 @@ from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
 from kdgen.plan.many_rows import twin_name
 from kdgen.plan.programs import SAMPLED
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors, numpy_dtype
 
 

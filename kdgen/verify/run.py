@@ -30,9 +30,9 @@ from kdgen.plan.many_rows import is_twin, twin_of
 from kdgen.plan.params import CombineAndHeads, PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec, load_spec, shipped_specs
 from kdgen.spec.published import load_config
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding import rank_matrix
 from kdgen.verify.decoding.decodes import FEW_SITUATIONS, SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.decoding.decodes import Situation as DecodeSituation

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from kdgen.backends import open_backend
-from kdgen.backends.base import Backend, Pointer, Source
+from kdgen.backends.base import Backend, Pointer
 from kdgen.backends.cuda import CudaBackend
+from kdgen.codegen.source import Source
 from kdgen.plan.cache_layout import to_tiles
 
 F32 = npt.NDArray[np.float32]

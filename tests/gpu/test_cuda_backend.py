@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import Backend, DeviceArray, Pointer
 from kdgen.backends.cuda import CudaBackend
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError
 from kdgen.plan.arch import target_for
 
@@ -186,7 +187,8 @@ def test_a_wild_pointer_is_a_backend_error() -> None:
     # in a process of its own, for nothing works in this one after such an error
     script = """
 from kdgen.backends import open_backend
-from kdgen.backends.base import DeviceArray, Pointer, Source
+from kdgen.backends.base import DeviceArray, Pointer
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 gpu = open_backend("cuda")
 text = '#include "primitives.cuh"\\nnamespace wild { extern "C" __global__ void wild(float* y) { y[threadIdx.x] = 1; } }'

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Launch, Pointer, Source
+from kdgen.backends.base import Launch, Pointer
 from kdgen.backends.cuda import CudaBackend
 from kdgen.bench.parts import run_step
+from kdgen.codegen.source import Source
 from kdgen.plan.build import build_plan
 from kdgen.plan.cache_layout import from_tiles, to_tiles
 from kdgen.plan.ir import Limits

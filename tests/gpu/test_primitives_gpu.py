@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from kdgen.backends import open_backend
-from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer, Source
+from kdgen.backends.base import Argument, Backend, DeviceArray, Pointer
+from kdgen.codegen.source import Source
 
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]

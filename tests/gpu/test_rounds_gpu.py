@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Backend, Pointer, Source
+from kdgen.backends.base import Backend, Pointer
+from kdgen.codegen.source import Source
 from kdgen.drafters.base import BlockDraft
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
@@ -16,8 +17,8 @@ from kdgen.runtime.budget import AutoBudget, Budgets, FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import Sampling
 from kdgen.spec.model import load_spec
+from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 

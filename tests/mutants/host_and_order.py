@@ -232,7 +232,7 @@ WORSE = [
 SEEDS = [
     *seen_by(
         "seeds",
-        "kdgen/runtime/sampling.py",
+        "kdgen/spec/sampling.py",
         ("tiny f32, requests together", "2 ranks"),
         ("a seed of 64 bits is refused", "0 <= self.seed < 2**64", "0 <= self.seed < 2**63"),
     ),

@@ -17,7 +17,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
 from kdgen.reference.tree import build_tree, walk
 from kdgen.runtime.engine import Draft, Engine
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights

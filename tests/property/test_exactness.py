@@ -7,8 +7,8 @@ from hypothesis import example, given
 from strategies import TILED, situations, specs
 
 from kdgen.backends.base import Backend
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.variants import variants
 

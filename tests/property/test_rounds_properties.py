@@ -7,7 +7,7 @@ from hypothesis import event, example, given, settings
 from strategies import rounds_draws
 
 from kdgen.backends.base import Backend
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.draw import RoundsDraw
 from kdgen.verify.decoding.rounds import drawn_rounds, favouring, small
 

@@ -12,9 +12,9 @@ import pytest
 
 from kdgen.backends import backend_names, open_backend
 from kdgen.backends import cuda as cuda_module
-from kdgen.backends.base import Source
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, KdgenError
 from kdgen.runtime.model import open_engine, random_model
 

@@ -17,8 +17,8 @@ from kdgen.plan.ir import Limits, Plan
 from kdgen.runtime.batch import Batch, Request, decode_together
 from kdgen.runtime.decode import decode_plain
 from kdgen.runtime.engine import Draft, Engine, Verified
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import load_spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.weights.random import random_weights
 
 TINY = load_spec("tiny")

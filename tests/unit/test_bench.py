@@ -18,7 +18,7 @@ import kdgen.bench.ranks
 import kdgen.bench.run
 import kdgen.bench.timing
 import kdgen.cli.bench
-from kdgen.backends.base import AllGather, Backend, DeviceArray, Mailbox, Replay, Source, Work
+from kdgen.backends.base import AllGather, Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu
 from kdgen.bench.parts import distinct_experts
@@ -28,6 +28,7 @@ from kdgen.bench.run import BenchReport, KernelTime, StepTime
 from kdgen.bench.timing import Contender, median, medians
 from kdgen.cli import main
 from kdgen.codegen.compile import compile_all
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.shard import WHOLE, Shard

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kdgen.backends.base import Source
 from kdgen.codegen import compile as compiler
 from kdgen.codegen.cache import Cache
 from kdgen.codegen.compile import compile_all, compile_cubin, everywhere, nvrtc_version, supported_archs
 from kdgen.codegen.render import render
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError, KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.arch import Target, arch_of_device, target_for, targets
@@ -226,7 +226,7 @@ def test_a_warm_compilation_does_not_import_cuda_core(tmp_path: Path) -> None:
     compile_cubin(ADD, "sm_90a", INCLUDE, Cache(tmp_path))
     script = f"""
 import sys; from pathlib import Path
-from kdgen.codegen.cache import Cache; from kdgen.codegen.compile import compile_cubin; from kdgen.backends.base import Source
+from kdgen.codegen.cache import Cache; from kdgen.codegen.compile import compile_cubin; from kdgen.codegen.source import Source
 cubin = compile_cubin(Source('add', {ADD.text!r}, 128, 0), 'sm_90a', Path({str(INCLUDE)!r}), Cache(Path({str(tmp_path)!r})))
 assert cubin.cached and not any(name.startswith(('cuda.core', 'numba')) for name in sys.modules)
 """

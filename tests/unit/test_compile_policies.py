@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kdgen.backends.base import Source
 from kdgen.codegen import compile as compile_module
 from kdgen.codegen.compile import NO_CACHE_POLICY, compile_cubin
+from kdgen.codegen.source import Source
 from kdgen.errors import CompileError
 
 SOURCE = Source("k", "text", 32, 0)

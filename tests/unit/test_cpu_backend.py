@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from kdgen.backends import cpu, host_compiler, line_table
-from kdgen.backends.base import Argument, DeviceArray, Pointer, Source
+from kdgen.backends.base import Argument, DeviceArray, Pointer
 from kdgen.backends.cpu import NUMPY_DTYPES, SHARED_LIMIT, CpuBackend, Mode
 from kdgen.backends.host_compiler import HostCompiler
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import DType
@@ -416,7 +417,8 @@ SCRIPT = """
 import sys
 import numpy as np
 sys.path.insert(0, {repository!r})
-from kdgen.backends.base import Pointer, Source
+from kdgen.backends.base import Pointer
+from kdgen.codegen.source import Source
 from kdgen.backends.cpu import CpuBackend
 from tests.unit.test_cpu_backend import FILL, MIX, launch, source
 backend = CpuBackend({mode!r})

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Argument, DeviceArray, Pointer, Source
+from kdgen.backends.base import Argument, DeviceArray, Pointer
 from kdgen.backends.cpu import CpuBackend
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 
 THREADS = 64

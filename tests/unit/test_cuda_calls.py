@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kdgen.backends import cuda_launch
-from kdgen.backends.base import DeviceArray, Launch, Pointer, Source
+from kdgen.backends.base import DeviceArray, Launch, Pointer
 from kdgen.backends.cuda import CudaBackend
 from kdgen.backends.cuda_launch import Ring, Shape, blocks_of_cluster, carveout, elements, needs_opt_in, recorded_context, scalar, shape_of
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 from kdgen.plan.arch import arch_of_device, target_for
 from tests.fake_gpu import MILLISECONDS, FakeGpu

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kdgen.backends import peers
-from kdgen.backends.base import AllGather, Launch, Pointer, Source
+from kdgen.backends.base import AllGather, Launch, Pointer
 from kdgen.backends.cuda import CudaBackend
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 from kdgen.ranks.group import Group
 from tests.fake_gpu import FakeGpu

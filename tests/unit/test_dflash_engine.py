@@ -17,8 +17,8 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Draft, Engine
-from kdgen.runtime.sampling import Sampling
 from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 

@@ -18,8 +18,8 @@ from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import load_spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.pack import numpy_dtype
 from kdgen.weights.random import random_weights

@@ -17,8 +17,8 @@ from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.decoding.exact import check_exactness
 from kdgen.verify.kernels.check import CHECKS, check_kernel, check_kernels, load_kernels

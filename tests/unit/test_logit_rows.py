@@ -15,8 +15,8 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.shard import Exchange, Shard
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.sampling import Sampling
 from kdgen.spec.model import load_spec
+from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kdgen.backends.base import Pointer, Source
+from kdgen.backends.base import Pointer
 from kdgen.backends.cpu import CpuBackend
+from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError
 
 THREADS = 64

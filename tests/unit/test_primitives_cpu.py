@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kdgen.backends.base import DeviceArray, Pointer, Source
+from kdgen.backends.base import DeviceArray, Pointer
 from kdgen.backends.cpu import CpuBackend
+from kdgen.codegen.source import Source
 from kdgen.files.resources import templates_dir
 
 Array = npt.NDArray[Any]

@@ -23,8 +23,8 @@ from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import Sampling
 from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 

@@ -13,7 +13,7 @@ from kdgen.runtime.batch import _Running
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import Sampling
+from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.course import accepted, to_stop
 from kdgen.verify.decoding.rounds import SMALL_CHECKS, Situation, small
 from kdgen.verify.decoding.watched import COLD, WatchedBackend, seconds_of

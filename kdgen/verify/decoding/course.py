@@ -23,7 +23,7 @@ from kdgen.reference.tree import build_tree, ranked_rows
 from kdgen.runtime.budget import Budgets
 from kdgen.runtime.decode import decode_plain, prefill
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.kernels.tolerances import EPS32
 
 Array = NDArray[Any]

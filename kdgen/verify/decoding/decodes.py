@@ -22,9 +22,9 @@ from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.decode import Decoded, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.course import Turns
 from kdgen.verify.decoding.departure import first_departure
 from kdgen.verify.decoding.drafter import check_drafter

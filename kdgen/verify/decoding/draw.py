@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kdgen.plan.ir import Compute
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec
+from kdgen.spec.sampling import GREEDY, Sampling
 
 T = TypeVar("T")
 

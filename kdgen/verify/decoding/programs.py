@@ -25,8 +25,8 @@ from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks.group import Group
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.report.checks import Check, Status
 from kdgen.verify.variants import variants

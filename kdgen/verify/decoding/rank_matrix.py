@@ -41,8 +41,8 @@ from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_shard
 from kdgen.runtime.rounds import Rounds
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec, load_spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.lockstep import Team
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.kernels import tolerances

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kdgen.drafters.base import Proposal
 from kdgen.plan.ir import Plan
 from kdgen.runtime.engine import Draft, Engine, Verified
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 
 
 class RecordingEngine:

@@ -1,7 +1,7 @@
 """Rounds, the path that users run: requests of every kind on a small model, and the shipped model and drafter, whose drafts are accepted.
 
-Every request is decoded plainly, and what its rounds must do is found on the host (``kdgen.verify.decoding.course``). Then they run: tokens,
-cache bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and recorded units must be those.
+Every request is decoded plainly, and what its rounds must do is found on the host (``kdgen.verify.decoding.course``). Then they run:
+tokens, cache bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and recorded units must be those.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds, 
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import Model, open_model, with_drafter
 from kdgen.runtime.rounds import Rounds, step_costs
-from kdgen.runtime.sampling import GREEDY, Sampling
 from kdgen.spec.model import Spec
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.course import (
     Ask,
     Course,

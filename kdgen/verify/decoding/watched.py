@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Source, Work
+from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Work
+from kdgen.codegen.source import Source
 from kdgen.plan.ir import DType
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.group import Group

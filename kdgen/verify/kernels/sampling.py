@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.reference import sampling as reference
-from kdgen.runtime.sampling import GREEDY, Sampling
+from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.kernels.harness import Bench, Registry, check_rows, for_template, guard, split_guard
 
 Array = NDArray[Any]

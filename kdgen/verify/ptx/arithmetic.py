@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.backends.base import Backend, Pointer, Source
+from kdgen.backends.base import Backend, Pointer
+from kdgen.codegen.source import Source
 from kdgen.verify.ptx.machine import Machine
 from kdgen.verify.ptx.memory import Memory
 from kdgen.verify.ptx.parse import Kernel
