@@ -15,6 +15,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.draft import context_stages
 from kdgen.plan.ir import Compute, Limits, Program
 from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.pack import numpy_dtype
@@ -48,7 +49,7 @@ class FedDrafter:
         feed = Program("feed", context_stages(draft, limits, from_tree=False))
         plan = replace(plan, programs=(feed, plan.program("draft"), plan.program("draft_top_k")))
         made_up = random_weights(spec, 0)
-        return cls(Engine(spec, plan, backend, lambda key: weights[key] if key in weights else made_up[key]))
+        return cls(start_engine(spec, plan, backend, lambda key: weights[key] if key in weights else made_up[key]))
 
     def feed(self, features: Array) -> None:
         """Commit tokens with these features, [T, feature_width]."""

@@ -19,8 +19,8 @@ from kdgen.backends.base import Argument, Backend, DeviceArray
 from kdgen.codegen.source import Source
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import ITEM_BYTES, DType, Limits
-from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_model
+from kdgen.runtime.pipeline import start_engine
 
 
 class Elsewhere(Backend):
@@ -53,7 +53,7 @@ class Elsewhere(Backend):
 def main() -> None:
     model, backend = open_model(Path(sys.argv[1])), Elsewhere()
     began = time.perf_counter()
-    Engine(model.spec, build_plan(model.spec, None, Limits(max_context=128)), backend, model.weights)
+    start_engine(model.spec, build_plan(model.spec, None, Limits(max_context=128)), backend, model.weights)
     seconds, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     print(
         f"{backend.written / 1e9:.1f} GB in {seconds:.1f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU; "

@@ -13,7 +13,8 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.reference.tree import build_tree, ranked_rows
 from kdgen.runtime.decode import decode_plain, prefill
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.runtime.model import open_model, with_drafter
+from kdgen.runtime.pipeline import open_engine
 from tests.budget_traces import NODES, RECORDED_WIDTH, Position, Trace, save
 
 

@@ -22,8 +22,8 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
 from kdgen.ranks.group import joined, place_in
-from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import need_same_plan, open_shard, random_model
+from kdgen.runtime.model import random_model
+from kdgen.runtime.pipeline import need_same_plan, open_shard, start_engine
 
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def command(
             need_same_plan(group, plan)
             group.need_same({"--context": contexts, "--nodes": nodes, "--kernels": kernels, "--seed": seed})
         loading = "weights {:.1f} of {:.1f} GB"
-        engine = Engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))
+        engine = start_engine(model.spec, plan, backend, model.weights, lambda done, total: say(loading.format(done / 1e9, total / 1e9)))
         report = measure(engine, contexts, nodes, say, kernels)
         if group is None:
             report = measure_parts(report, engine, contexts, nodes, distinct, prefill, peers, say)

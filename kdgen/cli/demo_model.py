@@ -22,7 +22,8 @@ from kdgen.errors import KdgenError
 from kdgen.files.resources import demo_dir
 from kdgen.plan.ir import Compute
 from kdgen.runtime.decode import Decoded, decode_plain, decode_tree, same_rows
-from kdgen.runtime.model import context_for, open_engine, open_model, with_drafter
+from kdgen.runtime.model import open_model, with_drafter
+from kdgen.runtime.pipeline import context_for, open_engine
 from kdgen.text.tokenizer import Tokenizer, load_tokenizer
 
 #: One after another; both are seen on dark and on light ground.

@@ -18,7 +18,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import Decoded, decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import context_for
+from kdgen.runtime.pipeline import context_for, start_engine
 from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.random import random_weights
 
@@ -103,7 +103,7 @@ def _engine(spec: Spec, dtype: Compute | None, backend: str | None, seed: int, m
         raise KdgenError(f"{spec.name} has {size / 1e9:.0f} GB of weights, too many for a demonstration: try `kdgen demo tiny`")
     opened = open_backend(backend, seed)
     opened.compiling = compile_note
-    return Engine(spec, plan, opened, random_weights(spec, seed).__getitem__)
+    return start_engine(spec, plan, opened, random_weights(spec, seed).__getitem__)
 
 
 def _drafters(spec: Spec, truth: tuple[int, ...], draft: str | None, error_rate: float | None, seed: int) -> Iterator[tuple[str, Drafter]]:

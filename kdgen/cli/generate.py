@@ -37,7 +37,8 @@ from kdgen.ranks.group import Group, Place, joined, place_in
 from kdgen.ranks.start import own_command, run_ranks
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, same_rows
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import Opened, check_plan, context_for, open_engine, open_model, random_model, with_drafter
+from kdgen.runtime.model import open_model, random_model, with_drafter
+from kdgen.runtime.pipeline import Opened, check_plan, context_for, open_engine
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.text.tokenizer import load_tokenizer

@@ -21,7 +21,8 @@ from kdgen.errors import KdgenError
 from kdgen.files.resources import demo_dir
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.runtime.model import open_model, with_drafter
+from kdgen.runtime.pipeline import open_engine
 from kdgen.spec.drafter import no_drafter
 
 BUDGETS = (7, 15, 31, 63)

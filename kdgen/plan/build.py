@@ -46,6 +46,11 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
     return generic
 
 
+def has_tiled_prefill(spec: Spec, compute: Compute | None, family: Family) -> bool:
+    """Whether targets of ``family`` have programs of their own for prefills of many rows (``Plan.tiled_rows``), on one rank."""
+    return family == "sm_90a" and (compute or default_compute(spec)) == "bf16" and has_wgmma_shapes(spec)
+
+
 def own_kernels(special: Plan, plan: Plan) -> Plan:
     """``special`` with those of its kernels that ``plan`` does not have."""
     return replace(special, kernels=tuple(kernel for kernel in special.kernels if kernel not in plan.kernels))

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
-from kdgen.codegen.render import render
 from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
-from kdgen.errors import BackendError, KdgenError, LogitsError
+from kdgen.errors import KdgenError, LogitsError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
 from kdgen.plan.many_rows import twin_name
@@ -25,7 +24,7 @@ from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.weights.pack import CheckpointWeights, PackedWeights, Tensors, numpy_dtype
+from kdgen.weights.pack import PackedWeights, numpy_dtype
 
 
 @dataclass(frozen=True)
@@ -79,19 +78,15 @@ class Draft:
     budget: int
 
 
-def _packed(weights: Tensors | PackedWeights) -> PackedWeights:
-    return weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights)
-
-
 class Engine:
     """One model, or a rank's part of it, on one backend and by the plan for its targets, holding up to ``limits.max_sequences`` sequences
     with a cache slab each.
 
     Engines of several ranks are called alike, each in its own process, and give the same tokens; their backends have joined before.
-    A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``weights`` are in the plan's
-    layouts already, or give checkpoint tensors by key; ``draft_weights`` are the drafter's, where the plan has one (None: they are
-    among ``weights``). ``progress`` is called with (bytes done, bytes in all) before the first weight and while they load. Raises
-    BackendError when kernels do not load or memory is short, and WeightError when the weights do not fit the plan or are damaged. A step
+    A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``plan`` is the one for the backend's
+    targets, and the backend has loaded its kernels (``kdgen.runtime.pipeline`` does that). ``progress`` is called with (bytes done, bytes
+    in all) before the first weight and while they load. Raises BackendError when memory is short, and WeightError when the weights do not
+    fit the plan or are damaged. A step
     raises LogitsError when a token would have to be chosen by logits that are not finite.
     """
 
@@ -100,17 +95,13 @@ class Engine:
         spec: Spec,
         plan: Plan,
         backend: Backend,
-        weights: Tensors | PackedWeights,
+        weights: PackedWeights,
+        draft_weights: PackedWeights,
         progress: Callable[[int, int], None] | None = None,
-        draft_weights: Tensors | PackedWeights | None = None,
     ) -> None:
-        self.spec, self.backend = spec, backend
-        self._plan = plan = plan.on(backend.family)
-        self._need_memory()
-        backend.load([rendered.source for rendered in render(plan)])
-        packed = _packed(weights)
-        self._name = packed.where or spec.name  # for messages
-        self._weights = self._load_weights(packed, packed if draft_weights is None else _packed(draft_weights), progress)
+        self.spec, self.backend, self._plan = spec, backend, plan
+        self._name = weights.where or spec.name  # for messages
+        self._weights = self._load_weights(weights, draft_weights, progress)
         self._buffers: dict[str, DeviceArray] = {}
         self._everywhere: dict[str, DeviceArray] = {}  # addresses of a buffer on every rank
         for each in plan.buffers:
@@ -440,15 +431,6 @@ class Engine:
             return Pointer(self._weights[f"layers.{layer + arg.value}.{arg.name}"])
         array = self._buffers[arg.name]
         return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else arg.value)
-
-    def _need_memory(self) -> None:
-        """Raises BackendError when weights and buffers cannot fit; better said now than after gigabytes of loading."""
-        needed = sum(weight.total_bytes for weight in (*self.plan.weights, *self.plan.draft_weights))
-        needed += sum(buffer.bytes for buffer in self.plan.buffers)
-        limit = self.backend.memory_limit()
-        if limit is not None and needed > limit:
-            gib = f"{needed / 2**30:.1f} GiB of memory, and there are {limit / 2**30:.1f}"
-            raise BackendError(f"{self.spec.name} on {self.backend.description} needs {gib}; fewer layers or a shorter context need less")
 
     def _load_weights(
         self, weights: PackedWeights, draft_weights: PackedWeights, progress: Callable[[int, int], None] | None

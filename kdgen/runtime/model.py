@@ -1,4 +1,4 @@
-"""A model to run: what ``--model`` names, as a spec and its weights, and an engine made of it.
+"""A model to run: what ``--model`` names, as a spec and its weights.
 
 It is a published folder (``config.json`` and safetensors), a ``.kdtr`` file of packed weights, or any description with
 made-up weights.
@@ -6,24 +6,11 @@ made-up weights.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kdgen.backends import open_backend
-from kdgen.backends.base import Backend
-from kdgen.backends.cuda import use_gpu
-from kdgen.errors import BackendError, KdgenError, SpecError
-from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits, Plan, Weight
-from kdgen.plan.many_rows import CHUNK_TOKENS
-from kdgen.plan.shard import WHOLE, Exchange, Shard
-from kdgen.ranks.group import Group
-from kdgen.runtime.engine import Engine
+from kdgen.errors import KdgenError, SpecError
+from kdgen.plan.ir import Compute
 from kdgen.spec.drafter import DraftSpec, no_drafter
 from kdgen.spec.model import Spec, load_spec, shipped_specs
 from kdgen.spec.published import load_config
@@ -37,8 +24,6 @@ from kdgen.weights.synthetic import MOST_DRAWN, SyntheticWeights, checkpoint_byt
 
 #: Experts, or layers of a dense model, up to which made-up weights are named one by one; the largest models have tens of thousands.
 _MOST_PARTS = 2_000_000
-#: Of a weight that ranks compare before they load any.
-_SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -55,15 +40,6 @@ class Model:
     draft_weights: PackedWeights | None = None
     text: TextFiles = field(default_factory=lambda: TextFiles("the model"))
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An engine ready to decode, and how long its kernels and its weights took."""
-
-    engine: Engine
-    build_seconds: float
-    load_seconds: float
 
 
 def open_model(path: Path) -> Model:
@@ -169,105 +145,3 @@ def shorten(spec: Spec, layers: int) -> Spec:
         draft = draft.model_copy(update={"target_layer_ids": spread})
     values = spec.with_draft(None).model_dump(mode="json") | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
     return Spec.from_mapping(values, spec.name).with_draft(draft)
-
-
-def context_for(spec: Spec, prompt_tokens: int, new_tokens: int, context: int | None = None) -> int:
-    """The context to plan for: ``context``, or what prompt and new tokens need, as far as the model's positions go.
-
-    Raises KdgenError when the prompt leaves no room in it.
-    """
-    chosen = context or min(prompt_tokens + new_tokens, spec.max_position_embeddings)
-    if prompt_tokens >= chosen:
-        cure = "raise --context" if context and context < spec.max_position_embeddings else "the model has no more positions"
-        raise KdgenError(f"a prompt of {prompt_tokens} tokens leaves no room in a context of {chosen}: {cure}")
-    return chosen
-
-
-def open_engine(
-    model: Model,
-    context: int,
-    compute: Compute | None = None,
-    backend: str | None = None,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-    group: Group | None = None,
-    exchange: Exchange | None = None,
-    compiling: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Opened:
-    """Plan, compile (through the cache) and load ``model``, or this rank's part of it where there is a ``group`` of them, by ``exchange``
-    or the best one that they have. ``progress`` is called with bytes of weights done and in all,
-    ``compiling`` is entered while kernels compile (``Backend.compiling``).
-
-    Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
-    backend cannot run or memory is short, WeightError for damaged weights.
-    """
-    _need_compute(model, compute)
-    opened, shard = open_shard(group, backend, seed, exchange)
-    opened.compiling = compiling
-    limits = Limits(max_context=context)
-    plan = build_plan(model.spec, compute or model.compute, limits, shard)
-    if group is not None:
-        need_same_plan(group, plan)
-        drafters = model.weights if model.draft_weights is None else model.draft_weights
-        group.need_same({"weights": _digest(plan.weights, model.weights), "drafter's weights": _digest(plan.draft_weights, drafters)})
-    elif plan.on(opened.family).tiled_rows:  # whose chunks are large
-        limits = replace(limits, max_tokens=max(limits.max_tokens, min(context, CHUNK_TOKENS)))
-        plan = build_plan(model.spec, compute or model.compute, limits, shard)
-    began = time.perf_counter()
-    loading = began
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal loading
-        if done == 0:
-            loading = time.perf_counter()
-        if progress:
-            progress(done, total)
-
-    engine = Engine(model.spec, plan, opened, model.weights, on_progress, model.draft_weights)
-    return Opened(engine, loading - began, time.perf_counter() - loading)
-
-
-def check_plan(model: Model, context: int, compute: Compute | None, shard: Shard) -> None:
-    """Raises what ``open_engine`` does where the ranks of ``shard`` cannot have a plan of ``model`` or read its weights."""
-    _need_compute(model, compute)
-    model.weights.check(build_plan(model.spec, compute or model.compute, Limits(max_context=context), shard))
-
-
-def _need_compute(model: Model, compute: Compute | None) -> None:
-    if model.compute and compute not in (None, model.compute):
-        raise KdgenError(f"the weights of {model.spec.name} are packed for --dtype {model.compute}; import them again for {compute}")
-
-
-def need_same_plan(group: Group, plan: Plan) -> None:
-    """Raises BackendError when the ranks' plans are not those of one model with one set of options."""
-    shard = plan.shard
-    group.need_same({"the model": plan.spec_sha256, "--dtype": plan.compute, "context": plan.limits, "--exchange": shard.exchange})
-
-
-def _digest(weights: Iterable[Weight], source: PackedWeights) -> str:
-    """Of the small weights that every rank has whole, norms above all: other copies of a model differ in them."""
-    found = hashlib.sha256()
-    for weight in weights:
-        if weight.part is None and weight.stored_bytes <= _SMALL_BYTES:
-            for layer in range(*weight.layers) if weight.layers else (0,):
-                for part in source.parts(weight, layer):
-                    found.update(part.tobytes())
-    return found.hexdigest()
-
-
-def open_shard(group: Group | None, backend: str | None = None, seed: int = 0, exchange: Exchange | None = None) -> tuple[Backend, Shard]:
-    """The backend called ``backend``, joined to the others of ``group`` if there is one, and its place among them.
-
-    Raises what ``open_backend`` does, and BackendError when the ranks cannot exchange anything.
-    """
-    if group is None:
-        return open_backend(backend, seed), WHOLE
-    if backend in (None, "cuda"):
-        use_gpu(group.place.local_rank)
-    opened = open_backend(backend, seed)
-    names = [name.decode() for name in group.exchange(opened.name.encode())]
-    if len(set(names)) > 1:
-        others = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(names))
-        raise BackendError(f"ranks do not run on the same kind of device ({others}): each takes a GPU of its own, or --backend cpu")
-    best = opened.join(group)
-    return opened, Shard(group.ranks, group.rank, exchange or best)

@@ -83,6 +83,11 @@ class _NotFiniteError(WeightError):
         super().__init__(f"{key}: element {list(index)} {what}")
 
 
+def packed(weights: Tensors | PackedWeights) -> PackedWeights:
+    """``weights`` that give checkpoint tensors by key, as weights in the plan's layouts; those that are so already, as they are."""
+    return weights if isinstance(weights, PackedWeights) else CheckpointWeights(weights)
+
+
 def packed_parts(weight: Weight, layer: int, tensors: Tensors, part_bytes: int = PART_BYTES) -> Iterator[Array]:
     """Consecutive flat pieces of the packed tensor, in ``weight.dtype``; together they are ``weight.stored_bytes`` long. A piece has
     ``part_bytes`` at most, or one expert, or 16 rows.

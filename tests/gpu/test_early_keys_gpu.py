@@ -15,7 +15,7 @@ from kdgen.codegen.source import Source
 from kdgen.plan.build import build_plan
 from kdgen.plan.cache_layout import from_tiles, to_tiles
 from kdgen.plan.ir import Limits
-from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
@@ -50,7 +50,7 @@ def test_what_is_new_is_waited_for(cuda_backend: CudaBackend, program: str, rows
     if cuda_backend.arch != "sm_90a":
         pytest.skip(f"{cuda_backend.arch} has no wgmma")
     limits = Limits(64, 512)
-    engine = Engine(SPEC, build_plan(SPEC, "bf16", limits), cuda_backend, random_weights(SPEC, 3).__getitem__)
+    engine = start_engine(SPEC, build_plan(SPEC, "bf16", limits), cuda_backend, random_weights(SPEC, 3).__getitem__)
     cuda_backend.load([LATE])
     if program == "prefill":
         engine.fill(context)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.published import reference_of
 from kdgen.weights.random import RandomWeights, random_weights
@@ -42,7 +42,7 @@ def one_layer() -> tuple[Spec, RandomWeights, NDArray[np.float64]]:
 
 def logits(backend: Backend, compute: Compute) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     spec, weights, expected = one_layer()
-    engine = Engine(spec, build_plan(spec, compute, Limits(max_context=64)), backend, weights.__getitem__)
+    engine = start_engine(spec, build_plan(spec, compute, Limits(max_context=64)), backend, weights.__getitem__)
     engine.prefill(PROMPT, every_logit=True)
     return engine.logits(len(PROMPT)).astype(np.float64), expected
 

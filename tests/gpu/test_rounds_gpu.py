@@ -15,7 +15,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.budget import AutoBudget, Budgets, FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds
-from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import Sampling
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32) spin(int* y, int millions) {
 
 def rounds_of(backend: Backend, compute: Compute = "bf16", context: int = 400) -> Rounds:
     plan = build_plan(SPEC, compute, Limits(max_context=context))
-    return Rounds(Engine(SPEC, plan, backend, random_weights(SPEC, 11).__getitem__), BLOCK, BUDGETS)
+    return Rounds(start_engine(SPEC, plan, backend, random_weights(SPEC, 11).__getitem__), BLOCK, BUDGETS)
 
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])

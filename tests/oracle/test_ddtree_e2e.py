@@ -16,7 +16,8 @@ from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.plan.ir import Compute
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine, Verified
-from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.runtime.model import open_model, with_drafter
+from kdgen.runtime.pipeline import open_engine
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.oracles.drafters import Generation, GenerationCase, TreeRound, generation_cases

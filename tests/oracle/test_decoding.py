@@ -16,7 +16,8 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.plan.ir import Compute
 from kdgen.runtime.decode import decode_plain, decode_tree
-from kdgen.runtime.model import open_engine, open_model
+from kdgen.runtime.model import open_model
+from kdgen.runtime.pipeline import open_engine
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.oracles.models import ModelCase
 

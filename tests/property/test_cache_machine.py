@@ -17,6 +17,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
 from kdgen.reference.tree import build_tree, walk
 from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.variants import variants
@@ -29,7 +30,7 @@ SAMPLINGS = (GREEDY, Sampling(1.0, seed=7), Sampling(1.5, top_k=9, top_p=0.9, mi
 
 def new_engine(sequences: int) -> Engine:
     plan = build_plan(SPEC, "f32", Limits(CHUNK, CONTEXT, sequences))
-    return Engine(SPEC, plan, open_backend("cpu"), random_weights(SPEC, 3).__getitem__)
+    return start_engine(SPEC, plan, open_backend("cpu"), random_weights(SPEC, 3).__getitem__)
 
 
 @cache

@@ -16,7 +16,8 @@ from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
 from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, KdgenError
-from kdgen.runtime.model import open_engine, random_model
+from kdgen.runtime.model import random_model
+from kdgen.runtime.pipeline import open_engine
 
 
 class FakeDriver:

@@ -11,7 +11,7 @@ from kdgen.plan.attention import ATTENTION_ROWS, COMBINE_BESIDE
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec
 from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
@@ -64,7 +64,7 @@ def test_nodes_of_two_groups_have_the_bits_of_a_prompt(name: str) -> None:
     """A tree of more rows than attention has in a launch, and than a block has latents of; prompts' splits are joined by two kernels."""
     nodes = ATTENTION_ROWS[128] + 8
     spec = next(each for each in variants() if each.name == name)
-    engine = Engine(spec, build_plan(spec).on("sm_90a"), open_backend("cpu"), random_weights(spec, 1).__getitem__)
+    engine = start_engine(spec, build_plan(spec).on("sm_90a"), open_backend("cpu"), random_weights(spec, 1).__getitem__)
     prompt = np.random.default_rng(0).integers(0, spec.vocab_size, 9).tolist()
     engine.prefill(prompt)
     root = int(engine.read("root_token")[0])

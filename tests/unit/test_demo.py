@@ -19,7 +19,8 @@ from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.errors import KdgenError
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.reference.model import ReferenceModel
-from kdgen.runtime.model import open_engine, open_model, with_drafter
+from kdgen.runtime.model import open_model, with_drafter
+from kdgen.runtime.pipeline import open_engine
 from kdgen.spec.model import load_spec
 from kdgen.spec.published import load_config
 from kdgen.spec.published_drafter import load_draft_config

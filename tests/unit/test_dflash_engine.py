@@ -17,6 +17,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
@@ -30,7 +31,7 @@ PROMPTS = {0: range(3, 40), 1: range(100, 107), 2: range(7, 97)}
 
 def engine_of(backend: Backend, compute: Compute = "f32", sequences: int = 3, spec: Spec = SPEC, context: int = 160) -> Engine:
     limits = Limits(max_tokens=64, max_context=context, max_sequences=sequences)
-    return Engine(spec, build_plan(spec, compute, limits), backend, random_weights(SPEC, 11).__getitem__)
+    return start_engine(spec, build_plan(spec, compute, limits), backend, random_weights(SPEC, 11).__getitem__)
 
 
 def fill(engine: Engine, sequences: Sequence[int]) -> None:
@@ -180,7 +181,7 @@ def test_a_drafter_that_gives_no_numbers_proposes_nothing(cpu_backend: Backend) 
     weights = random_weights(SPEC, 11)
     broken = {"norm.weight": np.full(SPEC.hidden_size, 3e38, np.float32)}
     plan = build_plan(SPEC, "f32", Limits(max_context=80))
-    engine = Engine(SPEC, plan, cpu_backend, lambda key: broken[key] if key in broken else weights[key])
+    engine = start_engine(SPEC, plan, cpu_backend, lambda key: broken[key] if key in broken else weights[key])
     plain = decode_plain(engine, [1, 2, 3], 5)
     tree = decode_tree(engine, [1, 2, 3], 5, DFlashDrafter(BLOCK), 15, BLOCK)
     assert tree.tokens == plain.tokens and set(tree.acceptance_lengths) == {1}
@@ -195,4 +196,4 @@ def test_missing_drafter_weights_are_named(cpu_backend: Backend) -> None:
         return weights[key]
 
     with pytest.raises(WeightError, match=r"tensor fc\.weight is missing"):
-        Engine(SPEC, build_plan(SPEC, "f32", Limits(max_context=80)), cpu_backend, tensors)
+        start_engine(SPEC, build_plan(SPEC, "f32", Limits(max_context=80)), cpu_backend, tensors)

@@ -17,6 +17,7 @@ from kdgen.runtime.batch import Request, decode_together
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
@@ -38,7 +39,7 @@ def damage(engine: Engine, token: int, value: float) -> None:
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=5)], ids=["greedy", "drawn"])
 def test_every_way_to_decode_ends_at_the_first_token_without_logits(cpu_backend: Backend, compute: Compute, sampling: Sampling) -> None:
-    engine = Engine(SPEC, build_plan(SPEC, compute, Limits(32, 96, 3)), cpu_backend, random_weights(SPEC, 11).__getitem__)
+    engine = start_engine(SPEC, build_plan(SPEC, compute, Limits(32, 96, 3)), cpu_backend, random_weights(SPEC, 11).__getitem__)
     whole = decode_plain(engine, PROMPT, NEW, sampling=sampling).tokens
     place = next(i for i in range(4, NEW) if whole[i] not in (*PROMPT, *whole[:i]))
     damage(engine, whole[place], np.nan)
@@ -76,7 +77,7 @@ def test_every_way_to_decode_ends_at_the_first_token_without_logits(cpu_backend:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_logit_among_all_is_enough(cpu_backend: Backend, value: float) -> None:
     """A norm's gain that is infinite where the row is not zero; the row with a prompt's last token is looked at, and no other."""
-    engine = Engine(SPEC, build_plan(SPEC, "f32", Limits(32, 96, 2)), cpu_backend, random_weights(SPEC, 11).__getitem__)
+    engine = start_engine(SPEC, build_plan(SPEC, "f32", Limits(32, 96, 2)), cpu_backend, random_weights(SPEC, 11).__getitem__)
     damage(engine, 7, value)
     roots = engine.prefill_many([(0, [1, 2, 3]), (1, [4, 5])])
     rows = engine.cache_rows(1)
@@ -97,6 +98,6 @@ def test_a_norm_whose_squares_are_beyond_float32_gives_no_zeros(cpu_backend: Bac
     weights = dict(random_weights(spec, 11))
     weights[key] = weights[key].copy()
     weights[key][2, 3] = 1.0e30
-    engine = Engine(spec, build_plan(spec, "f32", Limits(32, 96, 1)), cpu_backend, weights.__getitem__)
+    engine = start_engine(spec, build_plan(spec, "f32", Limits(32, 96, 1)), cpu_backend, weights.__getitem__)
     with pytest.raises(LogitsError, match=rf"^tiny: the logits for token {len(PROMPT)} "):
         decode_plain(engine, PROMPT, 3)

@@ -25,7 +25,8 @@ from kdgen.errors import WeightError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Weight
 from kdgen.runtime.decode import decode_plain
-from kdgen.runtime.model import open_engine, open_model
+from kdgen.runtime.model import open_model
+from kdgen.runtime.pipeline import open_engine
 from kdgen.spec.model import Quantization, load_spec
 from kdgen.spec.published import load_config
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr

@@ -15,6 +15,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.shard import Exchange, Shard
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
@@ -63,7 +64,7 @@ def prefilled(engine: Engine, every_logit: bool) -> tuple[tuple[int, ...], NDArr
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_last_rows_have_the_bits_that_they_have_among_all(cpu_backend: Backend, compute: Any) -> None:
     plan = build_plan(TINY, compute, Limits(32, 64, 3))
-    engine = Engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__)
+    engine = start_engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__)
     roots, logits, cache = prefilled(engine, every_logit=True)
     last_roots, last_logits, last_cache = prefilled(engine, every_logit=False)
     assert last_roots == roots and logits.shape == (3, TINY.vocab_size)
@@ -74,7 +75,7 @@ def test_a_step_has_memory_for_logits_of_full_trees_alone(cpu_backend: Backend) 
     """However many tokens a prefill takes: at 2,048 of them and a vocabulary of 163,840 all logits would be 1.3 GB."""
     plan = build_plan(TINY, "f32", Limits(80, 100))
     assert plan.buffer("logits").shape == (64, TINY.vocab_size) and plan.buffer("tokens").shape == (80,)
-    engine = Engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__)
+    engine = start_engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__)
     with pytest.raises(KdgenError, match="a step has logits of at most 64 tokens, not 65"):
         engine.prefill([1] * 65, every_logit=True)
     engine.prefill([1] * 80)
@@ -84,7 +85,7 @@ def test_a_step_has_memory_for_logits_of_full_trees_alone(cpu_backend: Backend) 
 def test_operations_of_a_prefill_count_a_row_of_logits_a_chunk(cpu_backend: Backend) -> None:
     def operations(chunk: int) -> int:
         plan = build_plan(TINY, "bf16", Limits(chunk, 64))
-        return prefill_operations(Engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__), 32)
+        return prefill_operations(start_engine(TINY, plan, cpu_backend, random_weights(TINY, 3).__getitem__), 32)
 
     plan = build_plan(TINY, "bf16")
     ends = sum(plan.kernel(name).cost.flops(1) for name in ("rmsnorm_logits", "lm_head", "argmax", "sample"))

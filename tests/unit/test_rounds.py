@@ -22,6 +22,7 @@ from kdgen.plan.ir import Limits
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import Sampling
@@ -34,7 +35,7 @@ PROMPT = list(range(3, 40))
 
 
 def engine_of(backend: Backend, spec: Spec = SPEC, context: int = 160) -> Engine:
-    return Engine(spec, build_plan(spec, "f32", Limits(max_context=context)), backend, random_weights(SPEC, 11).__getitem__)
+    return start_engine(spec, build_plan(spec, "f32", Limits(max_context=context)), backend, random_weights(SPEC, 11).__getitem__)
 
 
 @pytest.fixture(scope="module")

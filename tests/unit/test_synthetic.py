@@ -15,8 +15,8 @@ from kdgen.errors import KdgenError, SpecError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.runtime.decode import decode_plain, decode_tree
-from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import random_model, shorten
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import Quantization, Spec, load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.weights.pack import CheckpointWeights, numpy_dtype
@@ -65,7 +65,7 @@ def test_sizes_scales_and_seeds(family: str, compute: Compute) -> None:
 def test_a_model_made_of_them_decodes(family: str, compute: Compute, cpu_backend: Backend) -> None:
     spec = SPECS[family]
     plan = build_plan(spec, compute, Limits(max_context=64))
-    target = RecordingEngine(Engine(spec, plan, cpu_backend, SyntheticWeights(spec, 3)))
+    target = RecordingEngine(start_engine(spec, plan, cpu_backend, SyntheticWeights(spec, 3)))
     plain = decode_plain(target, [5, 17, 9], 40)
     logits = np.stack(target.logits)
     assert np.isfinite(logits).all()

@@ -14,7 +14,7 @@ from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
 from kdgen.plan.many_rows import TILED_ROWS, twin_name, twin_of
-from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.variants import variants
@@ -79,7 +79,7 @@ def test_attention_goes_through_rows_in_groups() -> None:
 def test_chunks_on_both_sides_of_the_threshold(name: str, backend: str) -> None:
     """L3: whichever kernels a chunk went through, rows have the bits that they have token by token."""
     spec, plan = VARIANTS[name], plan_of(name)
-    engine = RecordingEngine(Engine(spec, plan, open_backend(backend, seed=5), random_weights(spec, 1).__getitem__))
+    engine = RecordingEngine(start_engine(spec, plan, open_backend(backend, seed=5), random_weights(spec, 1).__getitem__))
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, PROMPT).tolist()
 
     def rows(*chunks: int) -> tuple[list[NDArray[np.float32]], NDArray[Any]]:

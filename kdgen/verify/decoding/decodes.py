@@ -21,6 +21,7 @@ from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.decode import Decoded, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
@@ -156,7 +157,7 @@ def check_decodes(
     context = len(subject.prompt) + subject.new_tokens
     plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3), shard).on(family)
     try:
-        engine = RecordingEngine(Engine(subject.spec, plan, backend, subject.weights.__getitem__))
+        engine = RecordingEngine(start_engine(subject.spec, plan, backend, subject.weights.__getitem__))
         decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)
         plain = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
         yield _check_logits(engine, subject, plain, clock)

@@ -25,6 +25,7 @@ from kdgen.runtime.batch import Batch, Request
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.course import Course, KnownDrafter, drafted_along, tree_steps
 from kdgen.verify.decoding.departure import first_departure
@@ -108,7 +109,7 @@ def check_exactness(
     weights = trained.weights if trained else random_weights(spec, situation.weights_seed)
     limits = Limits(situation.max_tokens, situation.context, situation.slots)
     parts = CheckpointWeights(weights.__getitem__, part_bytes=PART_BYTES)
-    engine = Engine(spec, build_plan(spec, compute, limits).on(family), backend, parts)
+    engine = start_engine(spec, build_plan(spec, compute, limits).on(family), backend, parts)
     alone = [_decode_alone(engine, draw, trained) for draw in situation.requests]
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""

@@ -20,6 +20,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.recording import differing_bits
 
@@ -55,7 +56,7 @@ class Team:
         self.engines = []
         for rank in range(ranks):
             plan = build_plan(spec, compute, limits, Shard(ranks, rank) if ranks > 1 else WHOLE)
-            self.engines.append(Engine(spec, plan, LockStep(self, rank), weights.__getitem__))
+            self.engines.append(start_engine(spec, plan, LockStep(self, rank), weights.__getitem__))
 
     def run(self, action: Callable[[Engine], T]) -> list[T]:
         """What ``action`` gives for each rank's engine, by rank. Raises what the first of them raised."""

@@ -24,12 +24,14 @@ from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks.group import Group
 from kdgen.runtime.engine import Draft, Engine
+from kdgen.runtime.pipeline import load_kernels, start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.report.checks import Check, Status
 from kdgen.verify.variants import variants
+from kdgen.weights.pack import packed
 from kdgen.weights.random import random_weights
 
 #: Prompt rows of two sequences: of the first one, as many as twins begin with; then of both, more than an attention launch of a small model
@@ -137,8 +139,8 @@ class _Programs:
         weights = random_weights(spec, 0).__getitem__
         self.bits = 0
         self._backend, self._spec, self._complete = backend, spec, model.complete
-        self.engine = _Watched(spec, plan, backend, weights)
-        alone, rng = Engine(spec, plan, plain, weights), np.random.default_rng(0)
+        self.engine = _Watched(spec, load_kernels(spec, plan, backend), backend, packed(weights), packed(weights))
+        alone, rng = start_engine(spec, plan, plain, weights), np.random.default_rng(0)
         for buffer in plan.buffers:
             for each in (self.engine, alone):
                 backend.label(each.buffer(buffer.name), buffer.name)

@@ -39,7 +39,7 @@ from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import open_shard
+from kdgen.runtime.pipeline import open_shard, start_engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
@@ -325,7 +325,7 @@ def run_rank(jobs: Sequence[tuple[dict[str, Any], Compute, bool, Exchange]]) -> 
         for values, compute, ties, exchange in jobs:
             case = Case(Spec.from_mapping(values), compute, shard.ranks, ties)
             plan = build_plan(case.spec, compute, LIMITS, replace(shard, exchange=exchange))
-            seen = observe(engine := Engine(case.spec, plan, backend, case.weights().__getitem__))
+            seen = observe(engine := start_engine(case.spec, plan, backend, case.weights().__getitem__))
             found.append((seen.digests(), seen.problem or words_out_of_place(engine)))
         if group is None:
             return [[each] for each in found]

@@ -21,7 +21,7 @@ from kdgen.plan.ir import Compute, Family
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.group import Group, joined, place_in
 from kdgen.ranks.start import run_ranks
-from kdgen.runtime.model import open_shard
+from kdgen.runtime.pipeline import open_shard
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.decodes import SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.decoding.programs import Model, check_programs

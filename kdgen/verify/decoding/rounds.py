@@ -32,6 +32,7 @@ from kdgen.runtime.budget import AutoBudget, FixedBudget
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import Model, open_model, with_drafter
+from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.rounds import Rounds, step_costs
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
@@ -219,7 +220,7 @@ class Situation:
     def opened(self, max_context: int, sequences: int = 1) -> Engine:
         model = self.subject.model
         plan = build_plan(model.spec, self.subject.compute, Limits(max_context=max_context, max_sequences=sequences))
-        return Engine(model.spec, plan, self.backend, model.weights, None, model.draft_weights)
+        return start_engine(model.spec, plan, self.backend, model.weights, None, model.draft_weights)
 
     def prepared(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prepared:
         course = plain_course(self.engine, prompt, NEW_TOKENS + self.size, sampling)  # no path of a tree ends beyond it
@@ -528,7 +529,7 @@ def drawn_rounds(backend: Backend, model: Model, compute: Compute, draw: RoundsD
 
     def opened(max_context: int) -> Engine:
         plan = build_plan(model.spec, compute, Limits(max_context=max_context))
-        return Engine(model.spec, plan, watched, model.weights, None, model.draft_weights)
+        return start_engine(model.spec, plan, watched, model.weights, None, model.draft_weights)
 
     plain = opened(context + 2 * size)
     course = plain_course(plain, prompt, draw.new_tokens + size, draw.sampling)
