@@ -217,5 +217,5 @@ def test_a_reader_that_has_enough_is_no_error(model: Path) -> None:
     assert os.read(process.stdout.fileno(), 1)
     process.stdout.close()
     assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == b""
+    assert all(line.startswith(b"kdgen: compiling ") for line in process.stderr.read().splitlines())  # as the first run does
     process.stderr.close()
