@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kdgen.plan.key_splits import Splits
-from kdgen.plan.tuning import CLUSTER, SMEM_LIMIT, Mode, mma_warps
+from kdgen.plan.tuning import CLUSTER, SMEM_LIMIT, Mode
 from kdgen.spec.model import Spec
 
 
@@ -116,35 +116,13 @@ def attention_splits(spec: Spec, mode: Mode) -> Splits:
     return Splits.growing((0, 64 if mode.compute == "f32" or spec.kv_lora_rank < 256 else 128))
 
 
-HELD_STEPS = 16  # of a warp's weights, 4 registers each
-CACHE_BESIDE = "rmsnorm_q_a_and_cache"
-COMBINE_BESIDE = "mla_combine_and_w_uv"
 #: Warps of the cluster that has a head, and token rows whose latents its blocks hold, by latent. Small models have few, so that their
 #: tests cross them.
 COMBINE_WARPS = {128: 8, 512: 32}
 COMBINE_TOKENS = {128: 16, 512: 64}
 
 
-def holds_heads(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows hold the weights of the layers that each head has in registers."""
-    widths = (spec.qk_nope_head_dim, spec.kv_lora_rank)
-    return mode.compute == "bf16" and all(width // 16 // mma_warps(width) <= HELD_STEPS for width in widths)
-
-
-def caches_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows write cache rows beside the low-rank query's norm, and rotate queries beside w_uk."""
-    return holds_heads(spec, mode) and spec.q_lora_rank is not None
-
-
 def blocks_of_head(spec: Spec) -> int:
     """Blocks of the cluster that joins a head's splits and multiplies: as many as let all heads' run at once on an H200."""
     most = min(CLUSTER, 132 // spec.num_attention_heads, spec.kv_lora_rank // 64)
     return next((blocks for blocks in (8, 4, 2) if blocks <= most), 1)
-
-
-def combines_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows join attention's splits in one launch with w_uv: a block alone could not hold a head's weights. K2.6, µs
-    behind attention, as two launches or one (H200, 2026-11-30): 1 row 5.2 or 5.4, 8 rows 6.9 or 4.5, 16 rows 11.9 or 9.7, 64 rows 37 or 32
-    at 4,096 keys; 1 row 9.9 or 6.5 at 32,768. Whole steps of 1, 8 and 16 rows became 20, 17 and 19 µs shorter, over 8 layers.
-    """
-    return mode.wgmma and blocks_of_head(spec) > 1

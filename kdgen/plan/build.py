@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdgen.errors import KdgenError
-from kdgen.plan import draft
-from kdgen.plan import many_rows as tiled
-from kdgen.plan.attention import combines_beside, has_wgmma_shapes, mma_obstacles
+from kdgen.plan.attention import has_wgmma_shapes, mma_obstacles
+from kdgen.plan.derive import derive, of_larger_limits, op_programs
 from kdgen.plan.ir import Compute, Family, Limits, Plan
-from kdgen.plan.kernels import Catalogue
-from kdgen.plan.programs import buffers, gathers, programs
+from kdgen.plan.memory import buffers
+from kdgen.plan.ops.attention import fuses_combine_and_w_uv
+from kdgen.plan.ops.many_rows import TILED_ROWS
+from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
 from kdgen.plan.tuning import mode_of
-from kdgen.plan.weights import weights
+from kdgen.plan.weights import draft_weights, weights
 from kdgen.spec.model import Spec
 
 
@@ -73,7 +74,7 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
             )
     if family == "sm_90a":
         notes.append("sm_90a only: attention over the cache runs on wgmma, with splits of its own and a block an SM")
-        if combines_beside(part, mode):
+        if fuses_combine_and_w_uv(part, mode):
             notes.append(
                 "sm_90a only: few rows join attention's splits and leave the latent space in one launch, with a cluster of blocks a head"
             )
@@ -82,27 +83,22 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
         notes.append("for every target: no block uses more than 99 KiB of shared memory")
     if spec.draft is not None:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
-    kernels = Catalogue(spec, mode, shard.ranks, shard.exchange).all() + draft.kernels(spec, compute, shard)
-    steps = draft.programs(programs(spec, mode, limits, shard), spec, mode.act_bytes, limits, shard)
-    if family == "sm_90a":
-        prefills = tuple(program for program in steps if program.name.startswith("prefill"))
-        twins = tiled.twins(kernels, prefills)
-        kernels += twins
-        steps += tuple(tiled.tiled_program(program, twins) for program in prefills)
+    c = Context(spec, part, mode, limits, shard)
+    found = derive(op_programs(c), of_larger_limits(c))
     return Plan(
         spec_name=spec.name,
         spec_sha256=spec.sha256,
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=kernels,
+        kernels=found.kernels,
         weights=weights(spec, mode, shard),
-        draft_weights=draft.weights(spec, compute, shard),
-        buffers=buffers(spec, mode, limits, shard) + draft.buffers(part, mode, limits),
-        programs=steps,
+        draft_weights=draft_weights(spec, compute, shard),
+        buffers=buffers(c, found.buffers),
+        programs=found.programs,
         notes=tuple(notes),
         shard=shard,
-        gathers=gathers(spec, shard),
+        gathers=found.gathers,
         family=family,
-        tiled_rows=tiled.TILED_ROWS[part.kv_lora_rank] if family == "sm_90a" else 0,
+        tiled_rows=TILED_ROWS[part.kv_lora_rank] if family == "sm_90a" else 0,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kdgen.plan import params
 from kdgen.plan.tuning import Mode, Ring
 from kdgen.spec.model import Spec
 
@@ -14,8 +13,6 @@ EVEN_ASSIGNMENTS = 4
 MORE_COST = 3
 READING_COST = 24
 SORT_BYTES = 40 * 1024  # of moe_sort's counts, in static shared memory
-ROUTER_BESIDE = "shared_gate_up_proj_and_router"
-CHOICE_BESIDE = "shared_down_proj_and_choice"
 
 
 def has_bf16_router(spec: Spec, mode: Mode) -> bool:
@@ -23,14 +20,9 @@ def has_bf16_router(spec: Spec, mode: Mode) -> bool:
     return mode.compute == "bf16" and (spec.router_dtype or spec.dtype) == "bfloat16"
 
 
-def routes_beside(spec: Spec, mode: Mode) -> bool:
-    """Whether forwards of few rows route beside the shared experts, in launches of both."""
-    return mode.compute == "bf16" and spec.has_moe and spec.shared_intermediate_size > 0
-
-
-def choice_smem(topk: params.RouterTopK, warps: int) -> int:
+def choice_smem(experts: int, top_k: int, groups: int, warps: int) -> int:
     """Bytes of linear_and_choice's ``struct Choice``: 1,024 assignments, a sum a warp, and each warp's scores."""
-    scores = 2 * topk.experts + topk.top_k + (topk.groups if topk.groups > 1 else 0)
+    scores = 2 * experts + top_k + (groups if groups > 1 else 0)
     return -(-(1024 + warps + warps * scores) // 4) * 16
 
 

@@ -78,14 +78,26 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel's C++ signature."""
+
+    type: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}"
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One generated ``<name>.cu`` with one entry point ``<name>``.
 
-    ``params`` is the template's frozen context dataclass (its ``p``). ``smem`` is dynamic shared memory in bytes. A kernel whose blocks
-    take up one tile of rows after another has their number, ``row_tiles``, as its last argument. Where a GPU has clusters, a block's
-    threads are divided among the ``cluster`` blocks of one, each of which has ``smem``. A GPU may start a kernel while the one before it
-    still runs: ``early`` names the parameters through which it reads or writes before it has waited for that, besides those that are
-    ``__restrict__``, which only the host writes.
+    ``params`` is the template's frozen context dataclass (its ``p``), and ``parameters`` are those of the C++ function, whose signature
+    the template prints from them and which a launch gives arguments by name. ``smem`` is dynamic shared memory in bytes. A kernel whose
+    blocks take up one tile of rows after another has their number, ``row_tiles``, as a parameter of that name. Where a GPU has clusters, a
+    block's threads are divided among the ``cluster`` blocks of one, each of which has ``smem``. A GPU may start a kernel while the one
+    before it still runs: ``early`` names the parameters through which it reads or writes before it has waited for that, besides those that
+    are ``__restrict__``, which only the host writes.
     """
 
     name: str
@@ -99,6 +111,12 @@ class Kernel:
     row_tiles: int | None = None
     cluster: int = 1
     early: tuple[str, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """The C++ function's parameters, as they stand between its parentheses."""
+        return ", ".join(map(str, self.parameters))
 
 
 RowKind = Literal["tokens", "logits"]  #: rows of a launch: the step's token rows, or those of them that have logits
@@ -121,12 +139,31 @@ class Arg:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """An argument, bound to the kernel's parameter of that name."""
+
+    parameter: str
+    arg: Arg
+
+
+@dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments, or a ``Gather`` by its name, which has none."""
+    """A kernel with its arguments, in any order, or a ``Gather`` by its name, which has none."""
 
     kernel: str
-    args: tuple[Arg, ...]
+    args: tuple[Bound, ...]
     rows: RowKind = "tokens"
+
+    def in_order(self, kernel: Kernel) -> tuple[Arg, ...]:
+        """The arguments in the order of ``kernel``'s parameters.
+
+        Raises ValueError where the two do not have the same names, each once: the plan is wrong, not its user.
+        """
+        given = {bound.parameter: bound.arg for bound in self.args}
+        wanted = [parameter.name for parameter in kernel.parameters]
+        if len(given) != len(self.args) or sorted(given) != sorted(wanted):
+            raise ValueError(f"a launch of {kernel.name} binds {[each.parameter for each in self.args]}; its parameters are {wanted}")
+        return tuple(given[name] for name in wanted)
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from kdgen.plan import params
 from kdgen.plan.ir import Compute
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
 
+CType = Literal["float", "bf16"]  #: the C++ type of activations, cache rows, weights or outputs
 #: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
 SMEM_LIMIT = 99 * 1024
 #: The same of sm_90a, whose plans alone use wgmma.
 WGMMA_SMEM_LIMIT = 227 * 1024
+
+TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
+#: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
+#: and lm_head, 1 or 4 tiles (2026-11-30): 16 rows 40 or 33, 679 or 553; 32 rows 68 or 37, 1,189 or 604; for 8 rows and fewer 1 to 3 % more.
+TILES_TOGETHER = 4
+#: Tokens from which on a dense layer's inputs are loaded by lines. H200, a step of K2.6 cut to 5 layers, µs, by fragments or lines
+#: (2026-11-30): 1 row 1,444 or 1,459, 5 rows 2,059 or 2,044, 8 rows 2,568 or 2,527.
+LINES_FROM = 4
+CHUNK_STEPS = 4  # of 8 tokens' inputs that are loaded together: whole lines of 128 bytes
+CHUNKS_AHEAD = 3  # of them, on their way; with 2 or 4, or the loop over them unrolled, a step takes the same or 10 µs more
+ROUTER_CHUNKS_AHEAD = 4  # beside weights in registers; with 2 the layer takes the same, with 7 registers spill
+GENERIC_TOKENS = 8
+HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
+HELD_STEPS = 16  # of a warp's weights, 4 registers each
 
 
 @dataclass(frozen=True)
@@ -20,9 +35,9 @@ class Mode:
     """The compute dtype and what follows from it, and whether attention uses wgmma."""
 
     compute: Compute
-    act: params.CType
+    act: CType
     act_bytes: int
-    weight: params.CType
+    weight: CType
     weight_bytes: int
     wgmma: bool = False
 
@@ -30,7 +45,7 @@ class Mode:
 def mode_of(spec: Spec | DraftSpec, compute: Compute) -> Mode:
     """Tensor cores read bf16 weights; the generic path keeps the checkpoint's own type and widens in registers."""
     wide = compute == "f32" and spec.dtype == "float32"
-    weight: tuple[params.CType, int] = ("float", 4) if wide else ("bf16", 2)
+    weight: tuple[CType, int] = ("float", 4) if wide else ("bf16", 2)
     return Mode(compute, "bf16", 2, *weight) if compute == "bf16" else Mode(compute, "float", 4, *weight)
 
 

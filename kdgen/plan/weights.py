@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kdgen.plan.draft_step import own_shard
 from kdgen.plan.expert_tiling import has_bf16_router
-from kdgen.plan.ir import ITEM_BYTES, Assembly, DType, Layout, Part, Weight
+from kdgen.plan.ir import ITEM_BYTES, Assembly, Compute, DType, Layout, Part, Weight
 from kdgen.plan.shard import Shard, part_of
-from kdgen.plan.tuning import Mode
+from kdgen.plan.tuning import Mode, mode_of
 from kdgen.spec.model import Spec
 
 
@@ -107,4 +108,59 @@ def weights(whole: Spec, mode: Mode, shard: Shard) -> tuple[Weight, ...]:
         add("experts_down", "experts", layout, dtype, (experts, hidden, width), down, layers=moe, group_size=group, part=cols_part)
         if spec.shared_intermediate_size:
             swiglu("shared_", "shared_experts.", spec.shared_intermediate_size, moe)
+    return tuple(found)
+
+
+def draft_weights(spec: Spec, compute: Compute, shard: Shard) -> tuple[Weight, ...]:
+    """The drafter's device tensors, or a rank's part of them; ``sources`` are keys of its own checkpoint."""
+    d = part_of(spec, shard.ranks).draft
+    if d is None:
+        return ()
+    mode, own = mode_of(d, compute), own_shard(spec, shard)
+    rows_part, cols_part = (None, None) if own.whole else (Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks))
+    fast, every, hidden, width = mode.compute == "bf16", (0, d.num_hidden_layers), d.hidden_size, d.intermediate_size
+    layout: Layout = "mma_a" if fast else "k_major"
+    dtype: DType = "f32" if mode.weight == "float" else "bf16"
+    layer, attn, mlp = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
+
+    def matrix(
+        name: str, rows: int, cols: int, *sources: str, part: Part | None, layers: tuple[int, int] | None = every, gate_up_tile: int = 0
+    ) -> Weight:
+        assembly: Assembly = "gate_up" if gate_up_tile else "concat" if len(sources) > 1 else "single"
+        logical = (1, rows, cols)
+        size = stored_bytes(layout, dtype, logical, 0)
+        return Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, part=part)
+
+    def vector(name: str, length: int, *sources: str, layers: tuple[int, int] | None = every, part: Part | None = None) -> Weight:
+        assembly: Assembly = "concat" if len(sources) > 1 else "single"
+        return Weight(name, "f32", (1, 1, length), assembly, "row_major", sources, 4 * length, layers, part=part)
+
+    found = [
+        matrix("draft_fc", hidden, d.feature_width // own.ranks, "fc.weight", part=cols_part, layers=None),
+        vector("draft_hidden_norm", hidden, "hidden_norm.weight", layers=None),
+        vector("draft_final_norm", hidden, "norm.weight", layers=None),
+        vector("draft_input_layernorm", hidden, f"{layer}input_layernorm.weight"),
+        vector("draft_post_attention_layernorm", hidden, f"{layer}post_attention_layernorm.weight"),
+        vector("draft_q_norm", d.head_dim, f"{attn}q_norm.weight"),
+        vector("draft_k_norm", d.head_dim, f"{attn}k_norm.weight"),
+        matrix("draft_q_proj", d.query_width, hidden, f"{attn}q_proj.weight", part=rows_part),
+        matrix("draft_kv_proj", 2 * d.key_width, hidden, f"{attn}k_proj.weight", f"{attn}v_proj.weight", part=rows_part),
+        matrix("draft_o_proj", hidden, d.query_width, f"{attn}o_proj.weight", part=cols_part),
+        matrix(
+            "draft_gate_up_proj",
+            2 * width,
+            hidden,
+            f"{mlp}gate_proj.weight",
+            f"{mlp}up_proj.weight",
+            part=rows_part,
+            gate_up_tile=8 if fast else width,
+        ),
+        matrix("draft_down_proj", hidden, width, f"{mlp}down_proj.weight", part=cols_part),
+    ]
+    if d.attention_bias:
+        found += [
+            vector("draft_q_proj_bias", d.query_width, f"{attn}q_proj.bias", part=rows_part),
+            vector("draft_kv_proj_bias", 2 * d.key_width, f"{attn}k_proj.bias", f"{attn}v_proj.bias", part=rows_part),
+            vector("draft_o_proj_bias", hidden, f"{attn}o_proj.bias"),
+        ]
     return tuple(found)

@@ -1,9 +1,9 @@
 """Forwards of many token rows: twins of the matrix kernels that use a reading of the weights for a whole tile of rows, on asynchronous
-tensor cores, and of the joining of attention's splits, and the programs that launch those.
+tensor cores, and of the joining of attention's splits.
 
-A twin takes its kernel's arguments and gives its bits: it is made from that kernel's parameters, whose chains of MMA steps, ranges of
-inputs and order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both. Rows that have logits
-are few, and their head has no twin.
+A twin gives the bits of its kernel for few rows: it is made from that kernel's context, whose chains of MMA steps, ranges of inputs and
+order of sums it keeps. The number of rows chooses between the two, so a prompt's chunks may use both. Rows that have logits are few, and
+their head has no twin.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kdgen.plan import params
 from kdgen.plan.expert_tiling import expert_step
-from kdgen.plan.ir import ONE, Extent, Kernel, Program, Stage
+from kdgen.plan.ir import ONE, Extent, Kernel, Parameter
+from kdgen.plan.key_splits import Splits
+from kdgen.plan.ops.attention import MlaCombineWgmma
+from kdgen.plan.ops.dense import LinearMma
+from kdgen.plan.ops.experts import ExpertsMma
+from kdgen.plan.ops.op import Argument, Op
+from kdgen.plan.ops.router import RouterLogitsMma
+from kdgen.plan.tuning import CType
 
 SUFFIX = "_tiled"
 #: Token rows from which on a forward uses the twins, by latent as in WGMMA_BLOCKS: small models have few, so that their tests cross it.
@@ -30,12 +36,75 @@ EXPERT_SLOTS = 3  #: stages of an expert's weights and inputs in shared memory
 BARRIER_BYTES = 8
 
 
+@dataclass(frozen=True)
+class LinearWgmma:
+    """Context of linear_wgmma.cu.j2."""
+
+    name: str
+    decode: str
+    rows: int
+    cols: int
+    x_stride: int
+    x_batch_stride: int
+    y_stride: int
+    y_batch_stride: int
+    ranges: int
+    stage_steps: int
+    tokens: int
+    warps: int
+    slots: int
+    blocks_per_sm: int
+    row_major: bool
+    piece: int
+    smem_comment: str
+    out: CType
+    gated: bool
+    bias: bool
+    accumulate: bool
+    epilogue_comment: str
+
+
+@dataclass(frozen=True)
+class ExpertsWgmma:
+    """Context of experts_wgmma.cu.j2."""
+
+    name: str
+    decode: str
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    ranges: int
+    warps: int
+    tokens: int
+    stage_steps: int
+    slots: int
+    smem_comment: str
+    int4: bool
+    out: CType
+    gated: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class MlaCombineRows:
+    """Context of mla_combine_rows.cu.j2."""
+
+    name: str
+    decode: str
+    heads: int
+    kv_lora: int
+    splits: Splits
+    warps: int
+    batch: int
+    blocks_per_sm: int
+
+
 def twin_name(name: str) -> str:
     return name + SUFFIX
 
 
 def is_twin(kernel: Kernel) -> bool:
-    return isinstance(kernel.params, params.LinearWgmma | params.ExpertsWgmma | params.MlaCombineRows)
+    return isinstance(kernel.params, LinearWgmma | ExpertsWgmma | MlaCombineRows)
 
 
 def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:
@@ -43,32 +112,40 @@ def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:
     return next((each for each in kernels if each.name == twin_name(kernel.name)), None)
 
 
-def twins(kernels: Sequence[Kernel], programs: Sequence[Program]) -> tuple[Kernel, ...]:
-    """A twin of each kernel that ``programs`` launch and that has one."""
-    launched = {launch.kernel for program in programs for launch, _ in program.launches() if launch.rows == "tokens"}
-    found = (_twin(kernel) for kernel in kernels if kernel.name in launched)
-    return tuple(twin for twin in found if twin)
+@dataclass(frozen=True)
+class ManyRowsOp(Op):
+    """What ``op`` does, for many rows."""
+
+    op: Op
+
+    def kernel(self) -> Kernel:
+        twin = _twin(self.op.kernel())
+        assert twin is not None
+        return twin
+
+    def arguments(self) -> tuple[Argument, ...]:
+        found = self.op.arguments()
+        if isinstance(self.op.kernel().params, RouterLogitsMma):  # which is a linear layer here
+            names = "num_tokens", "x", "weight", "y"
+            renamed = zip(found, names, strict=True)
+            found = tuple(replace(each, parameter=Parameter(each.parameter.type, name)) for each, name in renamed)
+        return found
 
 
-def tiled_program(program: Program, kernels: Sequence[Kernel]) -> Program:
-    """``program`` with the twins among ``kernels`` in place of the kernels that have them."""
-    names = {kernel.name for kernel in kernels}
-
-    def stage(each: Stage) -> Stage:
-        named = ((twin_name(one.kernel), one) for one in each.launches)
-        return replace(each, launches=tuple(replace(one, kernel=twin) if twin in names else one for twin, one in named))
-
-    return Program(twin_name(program.name), tuple(map(stage, program.stages)))
+def for_many_rows(op: Op) -> Op:
+    """``op`` for many rows where its kernel has a twin, else ``op`` itself."""
+    has_kernel, _ = op.lowered()
+    return op if has_kernel is None or op.rows == "logits" or _twin(op.kernel()) is None else ManyRowsOp(op.c, op)
 
 
 def _twin(kernel: Kernel) -> Kernel | None:
-    if isinstance(kernel.params, params.LinearMma):
+    if isinstance(kernel.params, LinearMma):
         return _linear(kernel, kernel.params)
-    if isinstance(kernel.params, params.RouterLogitsMma):
+    if isinstance(kernel.params, RouterLogitsMma):
         return _router(kernel, kernel.params)
-    if isinstance(kernel.params, params.ExpertsMma):
+    if isinstance(kernel.params, ExpertsMma):
         return _experts(kernel, kernel.params)
-    if isinstance(kernel.params, params.MlaCombineWgmma):
+    if isinstance(kernel.params, MlaCombineWgmma):
         return _combine(kernel, kernel.params)
     return None
 
@@ -84,7 +161,7 @@ class _Blocks:
     slots: int
     smem: int
 
-    def kernel(self, of: Kernel, twin: params.LinearWgmma, row_tiles: int) -> Kernel:
+    def kernel(self, of: Kernel, twin: LinearWgmma, row_tiles: int) -> Kernel:
         grid = (Extent(per_tokens=self.tokens), Extent(-(-row_tiles // self.warps)), of.grid[2])
         summary = f"{of.summary}, for many rows"
         return Kernel(twin.name, "linear_wgmma.cu.j2", twin, self.warps * 32, grid, self.smem, of.cost, summary, row_tiles)
@@ -103,13 +180,13 @@ def _blocks(cols: int, ranges: int, per_sm: int = 1) -> _Blocks:
     return _Blocks(tokens, warps, per_sm, stage_steps, slots, slots * tokens * 128 + totals + slots * BARRIER_BYTES)
 
 
-def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
+def _linear(kernel: Kernel, p: LinearMma) -> Kernel:
     """A layer of each head has few rows or few inputs: its blocks are small, for one works where others begin or end. K2.6's w_uk and w_uv
     for 2,048 rows, µs (H200, 2026-11-30): 132 and 109 with 3 small blocks an SM, 153 and 119 with 2, 136 and 136 with a large one.
     """
     blocks = _blocks(p.cols, p.warps, per_sm=1 if kernel.grid[2] == ONE else 3)
     outputs = p.rows // 2 if p.gated else p.rows
-    twin = params.LinearWgmma(
+    twin = LinearWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, x_stride=p.x_stride, x_batch_stride=p.x_batch_stride,
         y_stride=p.y_stride, y_batch_stride=p.y_batch_stride, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens,
         warps=blocks.warps, slots=blocks.slots, blocks_per_sm=blocks.per_sm, row_major=False,
@@ -119,11 +196,11 @@ def _linear(kernel: Kernel, p: params.LinearMma) -> Kernel:
     return blocks.kernel(kernel, twin, kernel.row_tiles or 0)
 
 
-def _router(kernel: Kernel, p: params.RouterLogitsMma) -> Kernel:
+def _router(kernel: Kernel, p: RouterLogitsMma) -> Kernel:
     """The router is a linear layer whose weights are as the checkpoint has them. It has so few rows that large blocks leave most SMs idle:
     2,048 tokens of K2.6 take 123 µs with small blocks, 155 with large ones (H200, 2026-11-30)."""
     blocks = _blocks(p.hidden, p.warps, per_sm=2)
-    twin = params.LinearWgmma(
+    twin = LinearWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.experts, cols=p.hidden, x_stride=p.hidden, x_batch_stride=0, y_stride=p.experts,
         y_batch_stride=0, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens, warps=blocks.warps, slots=blocks.slots,
         blocks_per_sm=blocks.per_sm, row_major=True, piece=1, smem_comment=_smem_comment(blocks.smem), out="float", gated=False, bias=False,
@@ -132,7 +209,7 @@ def _router(kernel: Kernel, p: params.RouterLogitsMma) -> Kernel:
     return blocks.kernel(kernel, twin, -(-p.experts // 16))
 
 
-def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
+def _experts(kernel: Kernel, p: ExpertsMma) -> Kernel:
     """64 of an expert's tokens by 256 weight rows. A thread's registers hold a range's sums and a group's; the ranges' total is in shared
     memory, and so are the weights of a few stages, which have a long way from memory."""
     step_inputs, step_bytes = expert_step(p.int4)
@@ -141,7 +218,7 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     inputs = -(-stage_steps * step_inputs // 64) * 64 * EXPERT_TOKENS * 2  # as they come, and as tensor cores read them
     stages = EXPERT_SLOTS * (2 * inputs + WARPS * stage_steps * step_bytes + BARRIER_BYTES)
     smem = stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16
-    twin = params.ExpertsWgmma(
+    twin = ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
         warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, smem_comment=_smem_comment(smem), int4=p.int4,
         out=p.out, gated=p.gated, weight_comment=p.weight_comment,
@@ -151,12 +228,12 @@ def _experts(kernel: Kernel, p: params.ExpertsMma) -> Kernel:
     return Kernel(twin.name, "experts_wgmma.cu.j2", twin, WARPS * 32, (units, ONE, ONE), smem, kernel.cost, summary, kernel.row_tiles)
 
 
-def _combine(kernel: Kernel, p: params.MlaCombineWgmma) -> Kernel:
+def _combine(kernel: Kernel, p: MlaCombineWgmma) -> Kernel:
     """8 heads of a row, for whole lines of memory, where a row alone wants many small blocks. More blocks on an SM serve better than more
     values on their way in each: a launch for 528 of 2,048 rows behind 2,048 keys takes 134 µs (H200, 2026-11-30), 165 with 8 values and
     registers spilt for 3 blocks, 162 with 8 and 2 blocks, 168 with 16 and 2, 147 with 4 and 4; 100 are what its bytes take."""
     warps = p.kv_lora // 64  # two groups of 32 columns each
-    twin = params.MlaCombineRows(
+    twin = MlaCombineRows(
         name=twin_name(p.name), decode=p.name, heads=p.heads, kv_lora=p.kv_lora, splits=p.splits, warps=warps,
         batch=4, blocks_per_sm=3,
     )  # fmt: skip

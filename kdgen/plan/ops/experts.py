@@ -1,0 +1,171 @@
+"""Routed experts: their two layers over the rows that chose them, and the weighted sum of what they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kdgen.plan.expert_tiling import EVEN_ASSIGNMENTS, EXPERT_TOKEN_TILES, MORE_COST, READING_COST, expert_split, expert_step
+from kdgen.plan.ir import ONE, Cost, Extent, Kernel
+from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_weight, reads, reads_floats, reads_ints, stored, writes
+from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
+from kdgen.plan.tuning import GENERIC_TOKENS, SMEM_LIMIT, WGMMA_SMEM_LIMIT, CType, block_for, input_slices
+
+#: The routed experts by their assignments, which the kernel that makes them hands over to those behind it.
+LISTS = ("num_active", "active_expert", "active_begin", "active_end")
+
+
+@dataclass(frozen=True)
+class ExpertsF32:
+    """Context of experts_f32.cu.j2."""
+
+    name: str
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    slices: int
+    tokens: int
+    weight: Literal["float", "bf16", "unsigned char"]
+    int4: bool
+    group_size: int
+    gated: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class ExpertsMma:
+    """Context of experts_mma.cu.j2."""
+
+    name: str
+    experts: int
+    rows: int
+    cols: int
+    assignments_per_x_row: int
+    warps: int
+    groups: int
+    token_tiles: int
+    side_by_side: int
+    even: int
+    more_cost: int
+    reading_cost: int
+    stage_steps: int
+    slots: int
+    smem_comment: str
+    x_in_registers: bool
+    blocks_per_sm: int
+    int4: bool
+    out: CType
+    gated: bool
+    inputs_are_old: bool
+    weight_comment: str
+
+
+@dataclass(frozen=True)
+class MoeCombine:
+    """Context of moe_combine.cu.j2."""
+
+    name: str
+    hidden: int
+    top_k: int
+    accumulate: bool
+    block: int
+    outbox: Outbox | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsOp(Op):
+    """One layer of the routed experts: ``gate_up`` with silu(gate) * up, over the rows' hidden vectors, or ``down``, over its outputs."""
+
+    which: Literal["gate_up", "down"]
+
+    def kernel(self) -> Kernel:
+        s = self.c.spec
+        if self.which == "gate_up":
+            summary = "routed SwiGLU: silu(gate) * up"
+            return self._kernel("experts_gate_up", 2 * s.moe_intermediate_size, s.hidden_size, s.num_experts_per_tok, summary)
+        return self._kernel("experts_down", s.hidden_size, s.moe_intermediate_size, 1, "routed expert outputs, unweighted")
+
+    def _kernel(self, name: str, rows: int, cols: int, per_x_row: int, summary: str) -> Kernel:
+        s, mode, top_k, gated = self.c.spec, self.c.mode, self.c.spec.num_experts_per_tok, self.which == "gate_up"
+        int4 = s.quantization is not None
+        outputs = rows // 2 if gated else rows
+        weight_bits = 4 + 16 / s.quantization.group_size if s.quantization else 8 * mode.weight_bytes
+        out: CType = mode.act if gated else "float"
+        cost = Cost(
+            bytes_fixed=int(top_k * rows * cols * weight_bits / 8),
+            bytes_per_token=top_k * (cols * mode.act_bytes + outputs * (4 if out == "float" else 2)),
+            flops_per_token=2 * top_k * rows * cols,
+        )
+        active = Extent(times=top_k, per_tokens=1, cap=s.n_routed_experts or 0)
+        comment = f"Weights are {mode.weight}."
+        if s.quantization:
+            comment = f"INT4 weights q * scale, one scale for {s.quantization.group_size} inputs."
+        if not self.c.tensor_cores:
+            slices = input_slices(cols)
+            generic = ExpertsF32(
+                name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, slices=slices, tokens=GENERIC_TOKENS,
+                weight="unsigned char" if int4 else mode.weight, int4=int4,
+                group_size=s.quantization.group_size if s.quantization else 0, gated=gated, weight_comment=comment,
+            )  # fmt: skip
+            grid = (Extent(-(-outputs // 32)), active, ONE)
+            return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
+        step_inputs, step_bytes = expert_step(int4)
+        steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
+        warps, held, ring = expert_split(steps, step_bytes, 8 if int4 else 2, mode.wgmma)
+        group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
+        lists = -(-3 * 4 * (s.n_routed_experts or 0) // 16) * 16
+        most = WGMMA_SMEM_LIMIT if mode.wgmma else SMEM_LIMIT
+        groups = next(n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes + lists <= most)
+        blocks_per_sm = 16 // (groups * warps)
+        p = ExpertsMma(
+            name=name, experts=s.n_routed_experts or 0, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
+            token_tiles=EXPERT_TOKEN_TILES, side_by_side=2 if ring.stage_steps % 2 == 0 else 1, even=EVEN_ASSIGNMENTS,
+            more_cost=MORE_COST, reading_cost=READING_COST, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
+            x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, inputs_are_old=gated,
+            weight_comment=comment,
+        )  # fmt: skip
+        units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
+        block, smem = groups * warps * 32, groups * group_bytes + lists
+        early = (*LISTS, "assignments", "x", "y") if p.inputs_are_old else LISTS
+        return Kernel(name, "experts_mma.cu.j2", p, block, (units, ONE, ONE), smem, cost, summary, row_tiles, early=early)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        c, gated = self.c, self.which == "gate_up"
+        packed = c.tensor_cores or c.spec.quantization is not None
+        x, y = ("hidden", "expert_mlp") if gated else ("expert_mlp", "expert_output")
+        return (
+            *reads_ints("num_active active_expert active_begin active_end assignments"),
+            reads(c.mode.act, "x", buffer(x)),
+            stored("unsigned char" if packed else c.mode.weight, "weight", layer_weight(f"experts_{self.which}")),
+            writes(c.mode.act if gated else "float", "y", buffer(y)),
+        )
+
+
+@dataclass(frozen=True)
+class MoeCombineOp(Op):
+    """The weighted sum of each row's experts, added to ``target`` where shared experts have left theirs there, or set."""
+
+    target: str = "residual"
+    outbox: bool = False
+
+    @property
+    def accumulates(self) -> bool:
+        return self.c.shard.whole or self.c.spec.shared_intermediate_size > 0
+
+    def kernel(self) -> Kernel:
+        s = self.c.spec
+        block = block_for(s.hidden_size)
+        p = MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, self.accumulates, block)
+        cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
+        grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
+        kernel = Kernel(
+            "moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts", early=COUNT
+        )  # fmt: skip
+        return outbox_of(kernel, self.c) if self.outbox else kernel
+
+    def arguments(self) -> tuple[Argument, ...]:
+        read = (*reads_ints("num_tokens"), *reads_floats("topk_weights expert_output"))
+        if not self.outbox:
+            return *read, writes("float", "residual" if self.accumulates else "y", buffer(self.target))
+        shared = (reads("float", "shared_output", buffer(self.target)),) if self.accumulates else ()
+        return *read, *shared, *sends(self.c)
