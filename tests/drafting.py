@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend
 from kdgen.drafters.base import BlockDraft
 from kdgen.plan.build import build_plan
-from kdgen.plan.draft import context_stages
 from kdgen.plan.ir import Compute, Limits, Program
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine

@@ -19,9 +19,9 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
-from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.floors import expected_experts
-from kdgen.plan.kernels import FEW
+from kdgen.plan.ops.attention import COMBINE_BESIDE
+from kdgen.plan.ops.dense import FEW
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds, budgets_for
 from kdgen.spec.model import Spec

@@ -37,13 +37,13 @@ from kdgen.codegen.source import Source
 from kdgen.drafters.base import BlockDraft
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
-from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.cache_layout import TILE
-from kdgen.plan.expert_tiling import CHOICE_BESIDE
 from kdgen.plan.floors import draft_bytes, kernel_bytes
 from kdgen.plan.ir import MAX_NODES
-from kdgen.plan.kernels import SENT
-from kdgen.plan.params import PeerSumNorm
+from kdgen.plan.ops.attention import COMBINE_BESIDE
+from kdgen.plan.ops.outbox import SENT
+from kdgen.plan.ops.ranks import PeerSumNorm
+from kdgen.plan.ops.router import CHOICE_BESIDE
 from kdgen.runtime.engine import Engine
 from kdgen.spec.drafter import DraftSpec
 

@@ -31,7 +31,7 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
-from kdgen.plan.many_rows import CHUNK_TOKENS
+from kdgen.plan.ops.many_rows import CHUNK_TOKENS
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
 from kdgen.ranks.group import Group, Place, joined, place_in
 from kdgen.ranks.start import own_command, run_ranks

@@ -92,7 +92,7 @@ def render(plan: Plan) -> list[Rendered]:
     for kernel in plan.kernels:
         header = HEADER.format(template=kernel.template, spec=plan.spec_name, sha=plan.spec_sha256[:16], command=command)
         try:
-            texts.append(header + env.get_template(kernel.template).render(p=kernel.params))
+            texts.append(header + env.get_template(kernel.template).render(p=kernel.params, signature=kernel.signature))
         except (jinja2.TemplateError, UnicodeDecodeError) as error:
             raise KdgenError(f"template {kernel.template}, kernel {kernel.name} of {plan.spec_name}: {error}") from error
     return [Rendered(kernel, text) for kernel, text in zip(plan.kernels, clang_format_many(texts), strict=True)]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from kdgen.errors import KdgenError
 from kdgen.forecast.expert_placement import Placement, placements
 from kdgen.forecast.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
-from kdgen.plan.attention import COMBINE_BESIDE
 from kdgen.plan.build import build_plan
 from kdgen.plan.floors import draft_bytes, expected_experts, kernel_bytes
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Limits, Plan
-from kdgen.plan.params import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
+from kdgen.plan.ops.attention import COMBINE_BESIDE
+from kdgen.plan.ops.ranks import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec.model import Spec
 

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from kdgen.plan.ir import ITEM_BYTES, Arg, DType
-from kdgen.plan.ops.dense import Layer, LinearOp, Part
+from kdgen.plan.ops.dense import Layer, LinearOp, Sublayer
 from kdgen.plan.ops.drafter import DraftBlockOp, DraftContextOp, DraftHeadsOp, GqaAttentionOp, GqaCombineOp
 from kdgen.plan.ops.norm import RmsNormOp
 from kdgen.plan.ops.op import Context, Op, buffer, layer_weight, weight
@@ -105,7 +105,7 @@ class Drafter:
         # some rows are context tokens, which the kernel right before counts
         return LinearOp(self.c, layer, buffer(x), buffer(y), count=count, count_is_ready=False)
 
-    def _into_residual(self, layer: Layer, x: str, what: Part) -> LinearOp:
+    def _into_residual(self, layer: Layer, x: str, what: Sublayer) -> LinearOp:
         return replace(self._linear(layer, x, "residual"), accumulate=True, adds_to=what)
 
     def _norm(self, gain: Arg, count: str = "num_tokens") -> RmsNormOp:

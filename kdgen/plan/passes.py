@@ -22,7 +22,7 @@ from kdgen.plan.ops.attention import (
     fuses_combine_and_w_uv,
     fuses_norm_and_cache,
 )
-from kdgen.plan.ops.dense import HeadsOp, LinearOp, Part, heads_fit_registers
+from kdgen.plan.ops.dense import HeadsOp, LinearOp, Sublayer, heads_fit_registers
 from kdgen.plan.ops.drafter import DraftCaptureOp
 from kdgen.plan.ops.experts import MoeCombineOp
 from kdgen.plan.ops.logits import OfLogitRowsOp
@@ -74,7 +74,7 @@ def _sharded(ops: Sequence[Op], c: Context) -> tuple[Op, ...]:
     return tuple(found)
 
 
-def _part(op: Op) -> Part | None:
+def _part(op: Op) -> Sublayer | None:
     if isinstance(op, LinearOp):
         return op.adds_to
     return "mlp" if isinstance(op, EmbedOp | MoeCombineOp) else None
@@ -84,7 +84,7 @@ def _count(op: Op) -> str:
     return op.count if isinstance(op, LinearOp) else "num_tokens"
 
 
-def _as_part(op: Op, part: Part) -> Op:
+def _as_part(op: Op, part: Sublayer) -> Op:
     if isinstance(op, MoeCombineOp):
         return replace(op, target=f"{part}_part")
     if isinstance(op, LinearOp):

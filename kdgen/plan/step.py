@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kdgen.plan.ops.attention import MlaAttentionOp, MlaCombineOp, RopeCacheOp, kv_a_stride, norm_q_a
-from kdgen.plan.ops.dense import Layer, LinearOp, Part
+from kdgen.plan.ops.dense import Layer, LinearOp, Sublayer
 from kdgen.plan.ops.experts import ExpertsOp, MoeCombineOp
 from kdgen.plan.ops.logits import ArgmaxOp, SampleOp
 from kdgen.plan.ops.norm import RmsNormOp
@@ -112,7 +112,7 @@ def norm(c: Context, gain: str) -> RmsNormOp:
     return RmsNormOp(c, "rmsnorm_hidden", c.spec.hidden_size, c.spec.rms_norm_eps, "residual", layer_weight(gain), "hidden")
 
 
-def into_residual(c: Context, layer: Layer, x: str, what: Part) -> LinearOp:
+def into_residual(c: Context, layer: Layer, x: str, what: Sublayer) -> LinearOp:
     """A layer whose outputs are added to the residual."""
     return LinearOp(c, layer, buffer(x), buffer("residual"), accumulate=True, adds_to=what)
 

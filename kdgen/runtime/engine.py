@@ -18,8 +18,8 @@ from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
 from kdgen.errors import KdgenError, LogitsError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
-from kdgen.plan.many_rows import twin_name
-from kdgen.plan.programs import SAMPLED
+from kdgen.plan.ops.many_rows import twin_name
+from kdgen.plan.step import SAMPLED
 from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
@@ -412,9 +412,7 @@ class Engine:
                 steps.append(_Collective(launch.rows, gather.name, source, target, gather.row_bytes))
                 continue
             kernel = kernels[launch.kernel]
-            args = tuple(self._argument(arg, layer) for arg in launch.args)
-            if kernel.row_tiles is not None:
-                args = (*args, kernel.row_tiles)
+            args = tuple(self._argument(arg, layer) for arg in launch.in_order(kernel))
             steps.append(_Step(launch.rows, kernel.name, kernel.grid, kernel.block, kernel.smem, args))
         return tuple(steps)
 

@@ -16,7 +16,7 @@ from kdgen.codegen.render import render
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan, has_tiled_prefill
 from kdgen.plan.ir import Compute, Family, Limits, Plan, Weight
-from kdgen.plan.many_rows import CHUNK_TOKENS
+from kdgen.plan.ops.many_rows import CHUNK_TOKENS
 from kdgen.plan.shard import WHOLE, Exchange, Shard
 from kdgen.ranks.group import Group
 from kdgen.runtime.engine import Engine

@@ -12,10 +12,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kdgen.errors import SpecError
-from kdgen.plan import params
 from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Kernel, Plan
+from kdgen.plan.ops.attention import MlaAttentionF32, MlaAttentionMma, MlaAttentionWgmma, NormAndCache, RopeCache
+from kdgen.plan.ops.dense import LinearHeads
+from kdgen.plan.ops.drafter import DraftHeads, GqaAttention
+from kdgen.plan.ops.norm import RmsNorm
+from kdgen.plan.ops.ranks import PeerSumNorm
+from kdgen.plan.ops.router import LinearAndChoice, RouterTopK
 from kdgen.reference.model import ReferenceModel
 from kdgen.reference.published import Published, Router, read
 from kdgen.spec.model import Spec
@@ -148,30 +153,30 @@ def _problems(plan: Plan, spec: Spec, published: Published) -> Iterator[str]:
 def _numbers(kernel: Kernel, p: object, spec: Spec, published: Published) -> Iterator[tuple[str, Any, Any]]:
     """(what, as the kernel has it, as the reference has it)."""
     drafted = kernel.name.startswith("draft_")
-    if isinstance(p, params.MlaAttentionF32 | params.MlaAttentionMma):
+    if isinstance(p, MlaAttentionF32 | MlaAttentionMma):
         yield "the softmax scale", p.scale, published.softmax_scale
-    elif isinstance(p, params.MlaAttentionWgmma):
+    elif isinstance(p, MlaAttentionWgmma):
         yield "the softmax scale, times log2 e", p.scale_log2, published.softmax_scale / math.log(2)
-    elif isinstance(p, params.GqaAttention):
+    elif isinstance(p, GqaAttention):
         yield "the softmax scale", p.scale, p.head**-0.5
-    elif isinstance(p, params.RmsNorm):
+    elif isinstance(p, RmsNorm):
         drafters = spec.draft.rms_norm_eps if spec.draft and drafted else published.eps
         yield "the epsilon", p.eps, published.inner_eps if p.name == "rmsnorm_q_a" else drafters
-    elif isinstance(p, params.DraftHeads) and spec.draft:
+    elif isinstance(p, DraftHeads) and spec.draft:
         yield "the epsilon", p.eps, spec.draft.rms_norm_eps
-    elif isinstance(p, params.RopeCache):
+    elif isinstance(p, RopeCache):
         yield "the epsilon", p.eps, published.inner_eps
         yield "interleaved pairs", p.interleave, published.interleaved
-    elif isinstance(p, params.LinearHeads):
+    elif isinstance(p, LinearHeads):
         yield "interleaved pairs", p.interleave, published.interleaved
-    elif isinstance(p, params.NormAndCache):
+    elif isinstance(p, NormAndCache):
         yield from _numbers(kernel, p.norm, spec, published)
         yield from _numbers(kernel, p.cache, spec, published)
-    elif isinstance(p, params.PeerSumNorm):
+    elif isinstance(p, PeerSumNorm):
         yield from _numbers(kernel, p.norm, spec, published)
-    elif isinstance(p, params.LinearAndChoice):
+    elif isinstance(p, LinearAndChoice):
         yield from _numbers(kernel, p.choice, spec, published)
-    elif isinstance(p, params.RouterTopK) and published.router:
+    elif isinstance(p, RouterTopK) and published.router:
         router = published.router
         yield "experts", p.experts, router.experts
         yield "chosen experts", p.top_k, router.chosen

@@ -25,9 +25,10 @@ from kdgen.files.resources import checkout_folder
 from kdgen.plan.attention import WGMMA_TILE, mma_obstacles
 from kdgen.plan.build import build_plan, own_kernels
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Plan
-from kdgen.plan.kernels import unsent
-from kdgen.plan.many_rows import is_twin, twin_of
-from kdgen.plan.params import CombineAndHeads, PeerSumNorm
+from kdgen.plan.ops.attention import CombineAndHeads
+from kdgen.plan.ops.many_rows import is_twin, twin_of
+from kdgen.plan.ops.outbox import unsent
+from kdgen.plan.ops.ranks import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.reference.tree import Tree, ranked_rows
 from kdgen.spec.model import Spec, load_spec, shipped_specs

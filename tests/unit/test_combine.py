@@ -7,9 +7,10 @@ import pytest
 
 from kdgen.backends import open_backend
 from kdgen.drafters.synthetic import wide_candidates
-from kdgen.plan.attention import ATTENTION_ROWS, COMBINE_BESIDE
+from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
+from kdgen.plan.ops.attention import COMBINE_BESIDE
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec

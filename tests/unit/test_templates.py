@@ -15,9 +15,9 @@ from kdgen.codegen.folders import plans_for
 from kdgen.codegen.render import environment, hexfloat, parts_of, render
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
-from kdgen.plan import params
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
+from kdgen.plan.ops.rows import Advance
 from kdgen.plan.shard import Exchange, Shard
 from kdgen.spec.model import load_spec
 
@@ -110,12 +110,12 @@ def test_values_that_cpp_reads_differently_are_refused(value: object) -> None:
 
 def test_names_that_are_not_there_are_refused() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        environment().from_string("{{ p.rows }}").render(p=params.Advance("advance"))
+        environment().from_string("{{ p.rows }}").render(p=Advance("advance"))
 
 
 def test_a_template_that_does_not_fit_names_itself_and_the_kernel() -> None:
     (plan,) = plans_for(["tiny"])
-    kernels = tuple(dataclasses.replace(k, params=params.Advance("argmax")) if k.name == "argmax" else k for k in plan.kernels)
+    kernels = tuple(dataclasses.replace(k, params=Advance("argmax")) if k.name == "argmax" else k for k in plan.kernels)
     with pytest.raises(KdgenError, match=r"template argmax\.cu\.j2, kernel argmax of tiny: .*sharded"):
         render(dataclasses.replace(plan, kernels=kernels))
 

@@ -13,7 +13,7 @@ from kdgen.backends.base import Backend
 from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
-from kdgen.plan.many_rows import TILED_ROWS, twin_name, twin_of
+from kdgen.plan.ops.many_rows import TILED_ROWS, twin_name, twin_of
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits

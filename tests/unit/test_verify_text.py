@@ -6,7 +6,7 @@ import pytest
 
 from kdgen.codegen.render import Rendered, render
 from kdgen.plan.build import build_plan
-from kdgen.plan.kernels import SENT
+from kdgen.plan.ops.outbox import SENT
 from kdgen.plan.shard import Shard
 from kdgen.spec.model import load_spec
 from kdgen.verify.kernels.text_rules import text_problems

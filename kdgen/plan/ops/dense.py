@@ -139,8 +139,8 @@ class Layer:
         return self.rows // 2 if self.gated else self.rows
 
 
-#: What a layer's outputs are a part of, besides the residual that they are added to.
-Part = Literal["attention", "mlp"]
+#: The sublayer whose output belongs to the residual: each rank has a part of it.
+Sublayer = Literal["attention", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class LinearOp(Op):
     x: Arg
     y: Arg
     accumulate: bool = False
-    adds_to: Part | None = None
+    adds_to: Sublayer | None = None
     count: str = "num_tokens"
     count_is_ready: bool = True
     layered: bool = True

@@ -1,4 +1,4 @@
-"""What several ranks put together: sums into the residual, the best token, whole rows of logits. They gather, or use each other's memory."""
+"""What several ranks put together: sums into the residual, the best token, whole rows of logits. They gather, or share memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from kdgen.plan.ir import ONE, Arg, Cost, Extent, Gather, Kernel, Launch
-from kdgen.plan.ops.dense import Part
+from kdgen.plan.ops.dense import Sublayer
 from kdgen.plan.ops.logits import Argmax, ArgmaxOp
 from kdgen.plan.ops.norm import RmsNorm, RmsNormOp
 from kdgen.plan.ops.op import (
@@ -142,7 +142,7 @@ def _places(c: Context, inbox: str, parameter: str, rows: int) -> tuple[Argument
 class RankSumOp(Op):
     """The ranks' parts of ``what`` added to the residual, with the bias that belongs to their sum. ``count`` says how many rows."""
 
-    what: Part
+    what: Sublayer
     bias: Arg | None = None
     count: str = "num_tokens"
 
@@ -286,7 +286,7 @@ def whole_logits(c: Context, target: str, most: int) -> tuple[Op, ...]:
     return gather, RankLogitsOp(c, target)
 
 
-def summed(c: Context, what: Part, bias: Arg | None = None, count: str = "num_tokens") -> tuple[Op, ...]:
+def summed(c: Context, what: Sublayer, bias: Arg | None = None, count: str = "num_tokens") -> tuple[Op, ...]:
     """The ranks' parts of ``what`` into the residual, of as many token rows as the buffer ``count`` says."""
     added = RankSumOp(c, what, bias, count)
     return (added,) if added.by_peers else (GatherOp(c, what), added)

@@ -31,7 +31,7 @@ from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan
-from kdgen.plan.params import PeerSumNorm
+from kdgen.plan.ops.ranks import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard
 from kdgen.ranks.group import joined, place_in
 from kdgen.ranks.start import run_ranks

@@ -26,7 +26,7 @@ from kdgen.errors import BackendError
 from kdgen.files.resources import demo_dir
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.plan.programs import SAMPLED
+from kdgen.plan.step import SAMPLED
 from kdgen.runtime.batch import Batch, Finished, Request
 from kdgen.runtime.budget import AutoBudget, FixedBudget
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds, decode_tree, prefill

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
 from kdgen.plan.ir import Kernel
-from kdgen.plan.kernels import unsent
+from kdgen.plan.ops.outbox import unsent
 from kdgen.reference import ops
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.harness import SLICE_TILES, Bench, Registry, Skip, check_rows, for_template, guard, poison, spaced, split_guard

@@ -14,7 +14,8 @@ from typing import Any
 
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Kernel, Plan
-from kdgen.plan.params import CombineAndHeads, PeerSumNorm
+from kdgen.plan.ops.attention import CombineAndHeads
+from kdgen.plan.ops.ranks import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard
 from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.kernels.harness import Size

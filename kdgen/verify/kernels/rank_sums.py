@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.params import PeerSum
+from kdgen.plan.ops.ranks import PeerSum
 from kdgen.reference import ops
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.harness import Bench, Registry, check_rows, for_template, guard, poison, split_guard

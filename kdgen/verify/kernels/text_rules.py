@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kdgen.codegen.render import Rendered
-from kdgen.plan.kernels import unsent
+from kdgen.plan.ops.outbox import unsent
 
 _ATOMIC = re.compile(r"\batomic[A-Z]\w*\s*\(")
 _FAST = re.compile(r"\b__(?:exp|exp10|log|log2|log10|sin|cos|tan|pow|fdividef|frcp|fsqrt|frsqrt)\w*\s*\(")

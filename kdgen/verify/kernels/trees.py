@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH
-from kdgen.plan.kernels import top_k_part_size, top_k_parts
+from kdgen.plan.ops.tree import top_k_part_size, top_k_parts
 from kdgen.reference import ops
 from kdgen.reference import tree as reference
 from kdgen.verify.kernels import tolerances
