@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend
 from kdgen.drafters.base import BlockDraft
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits, Program
+from kdgen.plan.derive import OpProgram, derive
+from kdgen.plan.draft_step import Drafter
+from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ops.op import Context
+from kdgen.plan.shard import WHOLE
+from kdgen.plan.tuning import mode_of
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.drafter import DraftSpec
@@ -45,7 +50,9 @@ class FedDrafter:
         spec = target_for(draft, vocab)
         limits = Limits(max_tokens=64, max_context=context)
         plan = build_plan(spec, compute, limits)
-        feed = Program("feed", context_stages(draft, limits, from_tree=False))
+        drafter = Drafter.of(Context(spec, spec, mode_of(spec, plan.compute), limits, WHOLE))
+        assert drafter
+        (feed,) = derive([OpProgram("feed", drafter.context(from_tree=False))]).programs
         plan = replace(plan, programs=(feed, plan.program("draft"), plan.program("draft_top_k")))
         made_up = random_weights(spec, 0)
         return cls(start_engine(spec, plan, backend, lambda key: weights[key] if key in weights else made_up[key]))

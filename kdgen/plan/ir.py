@@ -113,6 +113,9 @@ class Kernel:
     early: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
 
+    def parameter(self, name: str) -> Parameter:
+        return next(each for each in self.parameters if each.name == name)
+
     @property
     def signature(self) -> str:
         """The C++ function's parameters, as they stand between its parentheses."""
@@ -153,6 +156,10 @@ class Launch:
     kernel: str
     args: tuple[Bound, ...]
     rows: RowKind = "tokens"
+
+    def argument(self, parameter: str) -> Arg:
+        """What ``parameter`` is given. Raises KeyError where it is given nothing."""
+        return {bound.parameter: bound.arg for bound in self.args}[parameter]
 
     def in_order(self, kernel: Kernel) -> tuple[Arg, ...]:
         """The arguments in the order of ``kernel``'s parameters.

@@ -52,12 +52,10 @@ def test_one_launch_a_group_of_rows() -> None:
     rows, spec = ATTENTION_ROWS[512], load_spec("k26")
     limits = Limits(64, 4096, max_sequences=rows // MAX_NODES + 1)
     plan = build_plan(spec, limits=limits).on("sm_90a")
-    first, second = (launch.args for launch in launched(plan, "verify") if launch.kernel == COMBINE_BESIDE)
-    names = [arg.name for arg in first]
-    position, target = names.index("row_position"), names.index("attention")
-    assert second[position].value - first[position].value == 4 * rows
-    assert second[target].value - first[target].value == rows * spec.num_attention_heads * spec.v_head_dim * 2
-    assert (first[-1].value, second[-1].value) == (limits.max_rows, limits.max_rows - rows), "rows that have places"
+    first, second = (launch.argument for launch in launched(plan, "verify") if launch.kernel == COMBINE_BESIDE)
+    assert second("row_position").value - first("row_position").value == 4 * rows
+    assert second("y").value - first("y").value == rows * spec.num_attention_heads * spec.v_head_dim * 2
+    assert (first("max_rows").value, second("max_rows").value) == (limits.max_rows, limits.max_rows - rows), "rows that have places"
 
 
 @pytest.mark.parametrize("name", ["tiny-wgmma", "tiny-wgmma-8"])

@@ -34,5 +34,7 @@ def test_plans_with_tiles_have_whole_ones() -> None:
     assert not plan.key_tiles and plan.buffer("kv_cache").shape[2] == plan.limits.capacity
     tiled = plan.on("sm_90a")
     assert tiled.key_tiles and tiled.buffer("kv_cache").shape[2] == 1088
-    counts = {launch.args[-2].value for launch, _ in tiled.program("decode").launches() if launch.kernel == "mla_attention"}
+    counts = {
+        launch.argument("context_capacity").value for launch, _ in tiled.program("decode").launches() if launch.kernel == "mla_attention"
+    }
     assert counts == {1088}

@@ -45,7 +45,7 @@ def test_what_follows_the_last_layer_of_a_prefill_runs_over_rows_with_logits(pla
             continue
         assert [launch.kernel for launch in chosen][:2] == ["rmsnorm_logits", "lm_head"]
         assert launches[-1 - len(chosen) : -1] == chosen and launches[-1].kernel == "advance"
-        names = {arg.name for launch in chosen for arg in launch.args if arg.kind == "buffer"}
+        names = {bound.arg.name for launch in chosen for bound in launch.args if bound.arg.kind == "buffer"}
         assert not names & OF_TOKENS and {"num_logits", "logit_row"} <= names
 
 

@@ -7,16 +7,20 @@ import functools
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from kdgen.codegen.render import render
 from kdgen.errors import KdgenError
-from kdgen.files.resources import specs_dir
+from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.plan.build import build_plan
+from kdgen.plan.derive import OpProgram, derive
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
+from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.plan.tuning import SMEM_LIMIT
+from kdgen.plan.step import Ops, norm
+from kdgen.plan.tuning import SMEM_LIMIT, mode_of
 from kdgen.spec.model import load_spec
 
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
@@ -55,7 +59,6 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
     plan, parameters = plan_of(spec, compute), parameters_of(spec, compute)
     buffers = {buffer.name: buffer for buffer in plan.buffers}
     weights = {weight.name: weight for weight in (*plan.weights, *plan.draft_weights)}
-    tiled = {kernel.name for kernel in plan.kernels if kernel.row_tiles is not None}
 
     def check(arg: Arg, declared: str, layer: int) -> None:
         if arg.kind in ("int", "rows"):
@@ -80,20 +83,43 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
             if launch.kernel in gathers:
                 assert not launch.args
                 continue
-            declared = parameters[launch.kernel]
-            if launch.kernel in tiled:
-                assert declared[-1] == "int", "the number of row tiles, which every launch of such a kernel has last"
-                declared = declared[:-1]
-            assert len(launch.args) == len(declared), (program.name, launch.kernel)
-            for arg, parameter in zip(launch.args, declared, strict=True):
+            kernel = plan.kernel(launch.kernel)
+            if kernel.row_tiles is not None:
+                assert {"row_tiles": kernel.row_tiles}.items() <= {each.parameter: each.arg.value for each in launch.args}.items()
+            for arg, parameter in zip(launch.in_order(kernel), parameters[launch.kernel], strict=True):
                 check(arg, parameter, layer)
+
+
+def test_a_launch_binds_by_name_and_no_other_order_counts() -> None:
+    plan = plan_of("tiny", "f32")
+    kernel = plan.kernel("rope_cache")
+    launch = next(each for each, _ in plan.program("decode").launches() if each.kernel == kernel.name)
+    assert replace(launch, args=launch.args[::-1]).in_order(kernel) == launch.in_order(kernel)
+    first, second, *rest = launch.args
+    for wrong in ((first, *rest), (first, replace(second, parameter="nobody"), *rest), (first, second, second, *rest)):
+        with pytest.raises(ValueError, match="rope_cache"):
+            replace(launch, args=wrong).in_order(kernel)
+
+
+def test_templates_print_their_signature_from_the_plan() -> None:
+    for path in sorted((templates_dir() / "kernels").iterdir()):
+        declared = re.findall(r'extern "C" __global__ void __launch_bounds__\([^\n]*\) \{\{ p.name \}\}\((.*)\) \{\n', path.read_text())
+        assert declared == ["{{ signature }}"], path.name
+
+
+def test_two_ops_of_one_kernel_that_differ_are_refused() -> None:
+    spec = load_spec("tiny")
+    c = Context(spec, spec, mode_of(spec, "f32"), Limits(), WHOLE)
+    one, other = norm(c, "input_layernorm"), replace(norm(c, "input_layernorm"), eps=1.0)
+    with pytest.raises(ValueError, match="rmsnorm_hidden"):
+        derive([OpProgram("both", (Ops((one, other)),))])
 
 
 @EVERY
 def test_nothing_is_there_for_nothing(spec: str, compute: Compute) -> None:
     plan = plan_of(spec, compute)
     launches = [(launch, layer) for program in plan.programs for launch, layer in program.launches()]
-    args = [(arg, layer) for launch, layer in launches for arg in launch.args]
+    args = [(bound.arg, layer) for launch, layer in launches for bound in launch.args]
     assert {launch.kernel for launch, _ in launches} == {each.name for each in (*plan.kernels, *plan.gathers)}
     gathered = {name for gather in plan.gathers for name in (gather.source, gather.target)}
     assert {arg.name for arg, _ in args if "buffer" in arg.kind or arg.kind == "ranks"} | gathered == {
@@ -194,7 +220,8 @@ def test_a_draft_reads_the_drafter_and_the_head() -> None:
 def test_a_drafter_changes_nothing_of_its_target(compute: Compute) -> None:
     spec = load_spec("k26")
     with_draft, without = plan_of("k26", compute), build_plan(spec.with_draft(None), compute)
-    assert with_draft.kernels[: len(without.kernels)] == without.kernels
+    assert [each for each in with_draft.kernels if each in without.kernels] == list(without.kernels)
+    assert all(each.name.startswith("draft_") for each in with_draft.kernels if each not in without.kernels)
     assert with_draft.weights == without.weights and not without.draft_weights
 
 

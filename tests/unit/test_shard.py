@@ -147,11 +147,11 @@ def test_sums_of_two_ranks_have_their_norm_in_them(name: str) -> None:
     assert "rank_sum_norm" not in {kernel.name for kernel in apart.kernels}
 
     def gains(plan: Plan, program: str, kernel: str) -> list[str]:
-        """The weights of the norms in ``kernel``, which stand before its last argument."""
+        """The weights of the norms in ``kernel``."""
         found = []
         for launch, layer in plan.program(program).launches():
             if launch.kernel == kernel:
-                gain = launch.args[-2]
+                gain = launch.argument("weight")
                 found.append(f"{layer + gain.value}.{gain.name}" if gain.kind == "layer_weight" else gain.name)
         return found
 

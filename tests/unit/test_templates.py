@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import jinja2
@@ -15,6 +18,7 @@ from kdgen.codegen.folders import plans_for
 from kdgen.codegen.render import environment, hexfloat, parts_of, render
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
+from kdgen.plan import ops
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.ops.rows import Advance
@@ -43,7 +47,7 @@ CONTEXTS = contexts()
 
 def test_every_template_is_used_and_every_context_has_one() -> None:
     assert set(CONTEXTS) == {path.name for path in TEMPLATES}
-    declared = {value for value in vars(params).values() if dataclasses.is_dataclass(value) and value.__module__ == params.__name__}
+    declared = {value for module in op_modules() for value in vars(module).values() if is_context(value)}
     whole = {context for found in CONTEXTS.values() for context in found}
     parts = {context_of(field) for context in whole for field in dataclasses.fields(context)} - {None}
     assert whole | parts == declared
@@ -68,14 +72,23 @@ def test_names_used_are_the_fields(path: Path) -> None:
 
 def context_of(field: dataclasses.Field[object]) -> Any:
     """The context of a phase that a field is, if it is one."""
-    found = vars(params).get(str(field.type).removesuffix(" | None"))
-    return found if dataclasses.is_dataclass(found) and isinstance(found, type) and found.__module__ == params.__name__ else None
+    name = str(field.type).removesuffix(" | None")
+    return next((found for module in op_modules() if is_context(found := vars(module).get(name))), None)
+
+
+def op_modules() -> list[ModuleType]:
+    return [importlib.import_module(f"kdgen.plan.ops.{each.name}") for each in pkgutil.iter_modules(ops.__path__)]
+
+
+def is_context(value: object) -> bool:
+    """Whether it is a context of a template, or of a phase of one."""
+    return isinstance(value, type) and dataclasses.is_dataclass(value) and "ontext of " in (value.__doc__ or "")
 
 
 def names_used(text: str) -> set[str]:
     """The fields of p that a text uses, and it uses nothing else."""
     tree = environment().parse(text)
-    assert meta.find_undeclared_variables(tree) <= {"p"}
+    assert meta.find_undeclared_variables(tree) <= {"p", "signature"}
     assert sum(node.name == "p" for node in tree.find_all(nodes.Name)) == sum(
         1 for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name)
     )

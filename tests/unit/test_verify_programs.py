@@ -20,7 +20,12 @@ SMALLEST = models()[0]
 
 def named(changes: dict[str, str]) -> Callable[[Launch], Launch]:
     """The launch with other buffers where these were."""
-    return lambda launch: replace(launch, args=tuple(replace(arg, name=changes.get(arg.name, arg.name)) for arg in launch.args))
+
+    def change(launch: Launch) -> Launch:
+        args = (replace(bound, arg=replace(bound.arg, name=changes.get(bound.arg.name, bound.arg.name))) for bound in launch.args)
+        return replace(launch, args=tuple(args))
+
+    return change
 
 
 def changed(plan: Plan, program: str, kernel: str, change: Callable[[Launch], Launch]) -> Plan:

@@ -76,7 +76,6 @@ class DraftContext:
     sharded: bool
     max_path: int
     columns: int
-    act: CType
     block: int
 
 
@@ -183,7 +182,7 @@ class DraftContextOp(_DraftOp):
     def kernel(self) -> Kernel:
         d, mode, block = self.draft, self.c.mode, 256
         columns = 8 * block
-        p = DraftContext("draft_context", d.feature_width, d.hidden_size, not self.c.shard.whole, MAX_PATH, columns, mode.act, block)
+        p = DraftContext("draft_context", d.feature_width, d.hidden_size, not self.c.shard.whole, MAX_PATH, columns, block)
         cost = Cost(0, 2 * d.feature_width * mode.act_bytes, 0)
         grid = (ROW_EXTENT, Extent(-(-d.feature_width // columns)), ONE)
         return Kernel(p.name, "draft_context.cu.j2", p, block, grid, 0, cost, "features of the tokens that a step committed")

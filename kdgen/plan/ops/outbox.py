@@ -14,7 +14,8 @@ SENT = "_to_ranks"  #: suffix of a kernel that sends its part of a sum to all ra
 
 @dataclass(frozen=True)
 class Outbox:
-    """The memory of every rank, where results go that are a rank's part of a sum. A row has ``width`` words and ``counters`` rounds."""
+    """Context of outbox.cuh.j2: the memory of every rank, where results go that are a rank's part of a sum. A row has ``width`` words and
+    ``counters`` rounds."""
 
     ranks: int
     width: int

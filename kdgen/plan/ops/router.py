@@ -55,7 +55,7 @@ class RouterLogitsMma:
 
 @dataclass(frozen=True)
 class RouterPhase:
-    """The router's logits as a phase of a kernel for few rows."""
+    """Context of router_logits.cuh.j2, the phase of a kernel for few rows."""
 
     hidden: int
     experts: int

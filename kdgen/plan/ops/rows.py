@@ -8,7 +8,7 @@ from typing import Literal
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import ROW_EXTENT, Argument, Op, buffer, number, reads, reads_ints, stored, weight, writes, writes_ints
 from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
-from kdgen.plan.tuning import CType, block_for, column_blocks
+from kdgen.plan.tuning import block_for, column_blocks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Embed:
 
     name: str
     hidden: int
-    weight: CType
     rows: int
     sharded: bool
     block: int
@@ -103,8 +102,7 @@ class EmbedOp(Op):
 
     def kernel(self) -> Kernel:
         s, block = self.c.spec, block_for(self.c.spec.hidden_size)
-        ctype: CType = "float" if s.dtype == "float32" else "bf16"
-        p = Embed("embed", s.hidden_size, ctype, s.vocab_size, not self.c.shard.whole, block)
+        p = Embed("embed", s.hidden_size, s.vocab_size, not self.c.shard.whole, block)
         cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)))
         grid = (ROW_EXTENT, Extent(column_blocks(s.hidden_size)), ONE)
         kernel = Kernel("embed", "embed.cu.j2", p, block, grid, 0, cost, "token embedding into the residual")

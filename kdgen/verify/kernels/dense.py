@@ -164,7 +164,7 @@ def check_rmsnorm(bench: Bench) -> None:
 def check_embed(bench: Bench) -> None:
     p, most = bench.p, max(bench.tokens)
     vocab = bench.few(p.rows, 64)
-    table = bench.random("f32" if p.weight == "float" else "bf16", vocab, p.hidden)
+    table = bench.random("f32" if "float" in bench.kernel.parameter("table").type else "bf16", vocab, p.hidden)
     tokens = bench.rng.integers(0, vocab, most).astype(np.int32)
     tokens[[0, -1]] = vocab - 1, 0
     places = spaced(vocab, p.rows)
