@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    from kdgen.backends.cuda import cuda_unusable
+    from kdgen.backends.gpu import cuda_unusable
 
     if reason := cuda_unusable():
         for item in marked:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import pytest
 
 from kdgen.backends import cuda as cuda_module
-from kdgen.backends.cuda import CudaBackend, Gpu
+from kdgen.backends.cuda import CudaBackend
+from kdgen.backends.gpu import Gpu
 from kdgen.codegen.compile import Cubin
 from kdgen.codegen.source import Source
 

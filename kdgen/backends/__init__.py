@@ -19,7 +19,7 @@ def open_backend(name: str | None = None, seed: int = 0, threads: int | None = N
     Raises BackendError (why it cannot run here, and what to do), KdgenError for an unknown name.
     """
     if name is None:
-        from kdgen.backends.cuda import cuda_unusable
+        from kdgen.backends.gpu import cuda_unusable
 
         name = "cpu" if cuda_unusable() else "cuda"
     if name == "cuda":

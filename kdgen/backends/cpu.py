@@ -6,18 +6,14 @@ cache and drives them. What is modelled and what is not: docs/cpu-backend.md.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import functools
-import hashlib
 import math
 import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,20 +24,17 @@ import numpy.typing as npt
 
 from kdgen.backends import host_compiler, line_table
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Pointer
-from kdgen.backends.host_compiler import HostCompiler
-from kdgen.backends.shared import SharedGather, bind, shared_memory
-from kdgen.codegen.cache import Cache
+from kdgen.backends.cpu_library import kernel_libraries, runtime
+from kdgen.backends.cpu_runtime import MAP_NORESERVE, Allocation, Error, Kernel, Launch, Mapped, Runtime, open_library
+from kdgen.backends.shared import SharedGather, shared_memory
 from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError
-from kdgen.files.resources import templates_dir
-from kdgen.files.temporary import scratch_folder
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.group import EXCHANGE_SECONDS, Group
 
 Mode = Literal["plain", "shuffled", "checker"]
 
-SCHEMA = 1  # of what is cached; raise it when the meaning of an entry changes
 SHARED_LIMIT = 227 << 10  # dynamic shared memory a block may have, in bytes
 MAX_BLOCK = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -61,52 +54,8 @@ NUMPY_DTYPES: dict[DType, np.dtype[np.generic]] = {
 _SHUFFLED, _LATE_COPIES, _CHECK, _OVERLAPS = 1, 2, 4, 8  # LaunchFlags in runtime/state.h
 _FLAGS: dict[Mode, int] = {"plain": 0, "shuffled": _SHUFFLED | _LATE_COPIES, "checker": _SHUFFLED | _LATE_COPIES | _CHECK}
 _FINISHED, _FAILED = 0, 1  # LaunchResult in runtime/runtime.cpp
-_MAP_NORESERVE = 0x4000  # Linux promises the memory, however much; Python names it from 3.13 on
 _LINE_FLAG = 0x80000000
-_LIBRARY_OF = ".in"  # an entry of the cache that holds the key of the library that has a kernel
 _NO_THREAD = 0xFFFFFFFF
-
-
-class _Kernel(ctypes.Structure):
-    """EmuKernel in emulator.h."""
-
-    _fields_ = (("call", ctypes.c_void_p), ("parameters", ctypes.c_char_p))
-
-
-class _Error(ctypes.Structure):
-    """EmuError in runtime/state.h."""
-
-    _fields_ = (
-        ("text", ctypes.c_char * 1024),
-        ("block", ctypes.c_uint32 * 3),
-        ("thread", ctypes.c_uint32),
-        ("where", ctypes.c_uint32),
-        ("other", ctypes.c_uint32),
-        ("buffer", ctypes.c_uint64),
-        ("earlier", ctypes.c_uint64),
-    )
-
-
-class _Launch(ctypes.Structure):
-    """EmuLaunch in runtime/state.h."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("slot_count", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("os_threads", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("slice_ms", ctypes.c_uint32),
-        ("patience_ms", ctypes.c_uint32),
-        ("next_block", ctypes.c_uint32),
-        ("early", ctypes.c_uint64),
-        ("used_early", ctypes.c_uint64),
-        ("error", _Error),
-    )
 
 
 @dataclass(frozen=True)
@@ -116,110 +65,6 @@ class _LoadedKernel:
     parameters: str
     library: Path
     early: int  # a bit a parameter that may be read or written through before the kernel waits
-
-
-class _Runtime:
-    """The runtime library, loaded once a process: allocations and fibers are its own, whoever launches."""
-
-    def __init__(self, path: Path) -> None:
-        # Held over every call, and over all the slices of a launch. Reentrant, because the garbage collector may free memory
-        # in the middle of a method.
-        self.lock = threading.RLock()
-        # A forked child has only the thread that forked: it must not inherit a launch half done by another.
-        os.register_at_fork(before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release)
-        library = _open_library(path)
-        self.image = path.read_bytes()  # kernels are linked with it, when the cache may have been cleared
-        self._launch = library.emu_launch
-        self._launch.argtypes = (ctypes.c_void_p,)
-        self._alloc = library.emu_alloc
-        self._alloc.argtypes = (ctypes.c_size_t,)
-        self._alloc.restype = ctypes.c_void_p
-        self._free = library.emu_free
-        self._free.argtypes = (ctypes.c_void_p,)
-        self._free.restype = None
-        self._watch = library.emu_watch
-        self._watch.argtypes = (ctypes.c_void_p,)
-        self._host_wrote = library.emu_host_wrote
-        self._host_wrote.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        self._host_wrote.restype = None
-        self._forget = library.emu_forget
-        self._forget.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        self._forget.restype = None
-        self._adopt, self._disown = library.emu_adopt, library.emu_disown
-        for each in (self._adopt, self._disown):
-            each.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-            each.restype = None
-        self._settle = library.emu_settle
-        self._settle.argtypes = ()
-        self._settle.restype = None
-        self.signal, self.wait = bind(library)
-
-    def launch(self, launch: _Launch) -> int:
-        return int(self._launch(ctypes.addressof(launch)))
-
-    def alloc(self, nbytes: int, watched: bool) -> int:
-        with self.lock:
-            address = self._alloc(nbytes)
-            if not address or (watched and not self._watch(address)):
-                raise BackendError(f"out of memory for {nbytes} bytes of device memory")
-        return int(address)
-
-    def free(self, address: int) -> None:
-        with self.lock:
-            self._free(address)
-
-    def host_wrote(self, address: int, nbytes: int) -> None:
-        with self.lock:
-            self._host_wrote(address, nbytes)
-
-    def adopt(self, address: int, nbytes: int) -> None:
-        with self.lock:
-            self._adopt(address, nbytes)
-
-    def disown(self, address: int, nbytes: int) -> None:
-        with self.lock:
-            self._disown(address, nbytes)
-
-    def forget(self, address: int, nbytes: int) -> None:
-        with self.lock:
-            self._forget(address, nbytes)
-
-    def settle(self) -> None:
-        with self.lock:
-            self._settle()
-
-
-class _Allocation:
-    """Guarded memory; given back when freed, or when nobody holds it any more."""
-
-    def __init__(self, runtime: _Runtime, nbytes: int, watched: bool) -> None:
-        self._runtime = runtime
-        self.nbytes = nbytes
-        self.address = runtime.alloc(max(nbytes, 1), watched)
-        self.label = ""
-
-    def free(self) -> None:
-        if self.address:
-            self._runtime.free(self.address)
-            self.address = 0
-
-    def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            self.free()
-
-
-class _Mapped(_Allocation):
-    """Memory that NumPy holds, and this process may share with others; it goes with the last of them."""
-
-    def __init__(self, runtime: _Runtime, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
-        self._runtime, self._memory = runtime, memory
-        self.address, self.nbytes, self.label = address, nbytes, ""
-        runtime.adopt(memory.ctypes.data, memory.nbytes)
-
-    def free(self) -> None:
-        if self.address:
-            self._runtime.disown(self._memory.ctypes.data, self._memory.nbytes)
-            self.address, self._memory = 0, np.empty(0, np.uint8)
 
 
 class CpuBackend(Backend):
@@ -264,12 +109,12 @@ class CpuBackend(Backend):
             if not 0 <= source.smem <= SHARED_LIMIT:
                 raise CompileError(f"kernel {source.name}: {source.smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
         compiler = host_compiler.find()
-        paths = _kernel_libraries(compiler, sources, self.mode == "checker", self.compiling_kernels)
-        _runtime(compiler)  # which those are linked with
+        paths = kernel_libraries(compiler, sources, self.mode == "checker", self.compiling_kernels)
+        runtime(compiler)  # which those are linked with
         loaded = {}
-        libraries = {path: _open_library(path) for path in dict.fromkeys(paths)}
+        libraries = {path: open_library(path) for path in dict.fromkeys(paths)}
         for source, path in zip(sources, paths, strict=True):
-            entry = _Kernel.in_dll(libraries[path], f"emu_kernel_{source.name}")
+            entry = Kernel.in_dll(libraries[path], f"emu_kernel_{source.name}")
             parameters = bytes(entry.parameters).decode()
             early = _early_parameters(source) if source.overlaps else 0
             loaded[source.name] = _LoadedKernel(source, ctypes.addressof(entry), parameters, path, early)
@@ -282,7 +127,7 @@ class CpuBackend(Backend):
             raise BackendError(f"kernel {kernel} is not loaded")
         _check_launch(loaded, grid, block, smem)
         slots = _slots(loaded, args)
-        launch = _Launch(
+        launch = Launch(
             kernel=loaded.address,
             slots=ctypes.addressof(slots),
             slot_count=len(args),
@@ -338,7 +183,7 @@ class CpuBackend(Backend):
         room = -(-nbytes // 4096) * 4096
         memory = shared_memory(self.group, self.group.ranks * room)
         first = memory.ctypes.data
-        mine = _Mapped(self._runtime, memory, first + self.group.rank * room, nbytes)
+        mine = Mapped(self._runtime, memory, first + self.group.rank * room, nbytes)
         addresses = first + room * np.arange(self.group.ranks, dtype=np.uint64)
         table = self.to_device(addresses.view(np.int32).reshape(-1, 2), "i32")
         return DeviceArray(shape, dtype, mine.address, nbytes, mine), table
@@ -359,12 +204,12 @@ class CpuBackend(Backend):
     # ---- memory -----------------------------------------------------------
 
     @functools.cached_property
-    def _runtime(self) -> _Runtime:
-        return _runtime(host_compiler.find())
+    def _runtime(self) -> Runtime:
+        return runtime(host_compiler.find())
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        allocation = _Allocation(self._runtime, nbytes, self.mode == "checker")
+        allocation = Allocation(self._runtime, nbytes, self.mode == "checker")
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
 
     def vast(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
@@ -374,10 +219,10 @@ class CpuBackend(Backend):
         """
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         try:
-            memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), np.uint8)
+            memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
         except OSError as error:
             raise BackendError(f"no {nbytes} bytes of addresses: {error.strerror}") from error
-        return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, _Mapped(self._runtime, memory, memory.ctypes.data, nbytes))
+        return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, Mapped(self._runtime, memory, memory.ctypes.data, nbytes))
 
     def memory_limit(self) -> int | None:
         """What the system can give without swapping; among ranks, an equal share of it."""
@@ -434,10 +279,10 @@ def _memory_available() -> int | None:
         return None
 
 
-def _allocation(array: DeviceArray) -> _Allocation:
+def _allocation(array: DeviceArray) -> Allocation:
     """The live memory behind ``array``. Raises BackendError when it was freed or belongs to another backend."""
     allocation = array.handle
-    if not isinstance(allocation, _Allocation):
+    if not isinstance(allocation, Allocation):
         raise BackendError(f"{array.dtype}{list(array.shape)} is not memory of the CPU backend")
     if not allocation.address:
         raise BackendError(f"{array.dtype}{list(array.shape)} was freed and is used again")
@@ -454,7 +299,7 @@ def _view(array: DeviceArray) -> npt.NDArray[np.uint8]:
 
 def _describe(array: DeviceArray) -> str:
     allocation = array.handle
-    label = allocation.label if isinstance(allocation, _Allocation) else ""
+    label = allocation.label if isinstance(allocation, Allocation) else ""
     shape = f"{array.dtype}{list(array.shape)}"
     return f"{label} ({shape})" if label else shape
 
@@ -514,7 +359,7 @@ def _early_parameters(source: Source) -> int:
     return sum(1 << i for i, (name, only) in enumerate(zip(names, host_only, strict=True)) if only or name in source.early)
 
 
-def _explain(loaded: _LoadedKernel, error: _Error, args: Sequence[Argument], earlier: _LoadedKernel) -> str:
+def _explain(loaded: _LoadedKernel, error: Error, args: Sequence[Argument], earlier: _LoadedKernel) -> str:
     """The runtime's error with kernel, block, thread, source lines and buffers by name; of an ``earlier`` launch, too."""
 
     def place(where: int, kernel: _LoadedKernel = loaded) -> str:
@@ -543,141 +388,9 @@ def _line_of(source: Source, place: str) -> str:
 
 def _buffer_name(address: int, args: Sequence[Argument]) -> str:
     for i, arg in enumerate(args):
-        if isinstance(arg, Pointer) and isinstance(arg.array.handle, _Allocation) and arg.array.handle.address == address:
+        if isinstance(arg, Pointer) and isinstance(arg.array.handle, Allocation) and arg.array.handle.address == address:
             return f"{_describe(arg.array)}, argument {i}"
     return f"the buffer at {address:#x}, which is no argument"
 
 
 # ---- building -------------------------------------------------------------
-
-
-def _library_root() -> Path:
-    return templates_dir() / "lib" / "cpu"
-
-
-@functools.cache
-def _library_hash(root: Path) -> str:
-    """Of every header and of the runtime."""
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()
-
-
-@functools.cache
-def _scratch() -> Path:
-    """Where libraries live that the cache would not take; gone with the process."""
-    kept = contextlib.ExitStack()
-    atexit.register(kept.close)
-    return kept.enter_context(scratch_folder("cpu"))
-
-
-def _cached_library(
-    key: str, text: str, *, compiler: HostCompiler, flags: Sequence[str], options: Sequence[str], what: str, linked: bytes = b""
-) -> Path:
-    """The shared library built from ``text``, from the cache if it is there and whole. ``options`` are the linker's, ``linked`` is the
-    library that it needs."""
-    cache = Cache.default()
-    found = cache.get("cpu", key, ".so")
-    if found is not None:
-        return found
-    with scratch_folder("cpu") as folder:
-        source, output, other = (folder / name for name in ("unit.cpp", "unit.so", "linked.so"))
-        source.write_text(text)
-        if linked:
-            other.write_bytes(linked)
-        compiler.build(source, output, flags=flags, libraries=(*([str(other)] if linked else ()), *options), what=what)
-        data = output.read_bytes()
-    stored = cache.put("cpu", key, ".so", data)
-    if stored is not None:
-        return stored
-    path = _scratch() / f"{key}.{threading.get_ident()}.so"
-    path.write_bytes(data)
-    return path
-
-
-def _open_library(path: Path) -> ctypes.CDLL:
-    """Raises BackendError where the library cannot be loaded: a cache on a file system mounted noexec, say."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BackendError(f"a compiled library cannot be loaded: {error}; KDGEN_CACHE_DIR names another folder to keep it in") from error
-
-
-_runtime_lock = threading.Lock()
-
-
-@functools.cache
-def _runtime_for(compiler: HostCompiler, root: Path) -> _Runtime:
-    key = _key("runtime", compiler.identity, compiler.flags, _library_hash(root))
-    text = '#include "runtime/runtime.cpp"\n'  # a path in it would have to be quoted
-    path = _cached_library(
-        key,
-        text,
-        compiler=compiler,
-        flags=("-O3", f"-I{root}"),
-        options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
-        what="the CPU backend's runtime",
-    )
-    return _Runtime(path)
-
-
-def _runtime(compiler: HostCompiler) -> _Runtime:
-    """The one runtime of this process. Raises CompileError when it does not build."""
-    with _runtime_lock:
-        return _runtime_for(compiler, _library_root())
-
-
-def _unit(sources: Sequence[Source]) -> str:
-    """All kernels as one translation unit, each under its own file name, with their exports."""
-    parts = ['#include "primitives.cuh"\n']
-    for source in sources:
-        parts.append(f'#line 1 "{source.name}.cu"\n{source.code}\n')
-    parts.append('#line 1 "exports"\n')
-    parts.extend(f"EMU_EXPORT({source.name})\n" for source in sources)
-    return "".join(parts)
-
-
-def _kernel_libraries(
-    compiler: HostCompiler, sources: Sequence[Source], checker: bool, compiling: Callable[[int], AbstractContextManager[object]]
-) -> list[Path]:
-    """The library that has each kernel. Those that no library in the cache has are compiled together, into one, while ``compiling`` their
-    number is entered.
-
-    A plan for another context, or for a rank, has mostly the same kernels, and compiling takes longer than running them once.
-    """
-    root, cache = _library_root(), Cache.default()
-    flags = ("-O1", *(("-DEMU_CHECKER", *compiler.checker_flags) if checker else ()))
-    built_with = (compiler.identity, compiler.flags, flags, _library_hash(root))
-    keys = [_key("kernel", *built_with, _unit([source])) for source in sources]
-    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # of each kernel, the key of its library
-    there = {key: cache.get("cpu", key, ".so") for key in dict.fromkeys(named) if key}
-    found = [there.get(key) for key in named]
-    missing = [source for source, path in zip(sources, found, strict=True) if path is None]
-    if not missing:
-        return [path for path in found if path]
-    new_key = _key("kernels", *built_with, _unit(missing))
-    with compiling(len(missing)):
-        new = _kernel_library(new_key, compiler, _runtime(compiler), missing, (*flags, f"-I{root}"))
-    for key, path in zip(keys, found, strict=True):
-        if path is None:
-            cache.put("cpu", key, _LIBRARY_OF, new_key.encode())
-    return [path or new for path in found]
-
-
-def _kernel_library(key: str, compiler: HostCompiler, runtime: _Runtime, sources: Sequence[Source], flags: Sequence[str]) -> Path:
-    text, what = _unit(sources), f"kernel {', '.join(source.name for source in sources)}"
-    try:
-        return _cached_library(key, text, compiler=compiler, flags=flags, options=("-Wl,-z,defs",), what=what, linked=runtime.image)
-    except CompileError as error:
-        log = str(error).partition(":\n")[2]
-        blamed = [s.name for s in sources if re.search(rf"(?<![\w.]){re.escape(s.name)}\.cu:\d+", log)]
-        if not blamed:
-            raise
-        raise CompileError(f"kernel {', '.join(blamed)}: {' '.join(compiler.command)} failed:\n{log}") from error

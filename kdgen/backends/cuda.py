@@ -7,13 +7,9 @@ numba and cuda.core are imported only when a backend is opened.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -22,6 +18,7 @@ import numpy.typing as npt
 
 from kdgen.backends import cuda_launch as decided
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Mailbox, Replay, Work
+from kdgen.backends.gpu import find_gpu
 from kdgen.backends.nccl import Nccl
 from kdgen.backends.peers import shared_zeros
 from kdgen.codegen.cache import Cache
@@ -29,7 +26,7 @@ from kdgen.codegen.compile import Cubin, compile_all, everywhere
 from kdgen.codegen.source import Source
 from kdgen.errors import BackendError
 from kdgen.files.resources import templates_dir
-from kdgen.plan.arch import arch_of_device, target_for
+from kdgen.plan.arch import target_for
 from kdgen.plan.ir import ITEM_BYTES, DType
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.group import Group
@@ -37,97 +34,6 @@ from kdgen.ranks.group import Group
 if TYPE_CHECKING:
     from cuda.core import Kernel, Stream
     from cuda.core.graph import GraphBuilder
-
-#: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
-OLDEST_DRIVER = 13000
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The first GPU the driver shows (CUDA_VISIBLE_DEVICES chooses)."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    multiprocessors: int
-    shared_memory: int  #: most bytes of a multiprocessor
-    memory_bytes: int
-    driver_cuda: tuple[int, int]  #: the CUDA version the driver supports
-
-    @property
-    def arch(self) -> str:
-        return arch_of_device(*self.compute_capability)
-
-
-DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-
-
-def find_gpu() -> Gpu | str:
-    """The GPU kernels would run on, or the reason why there is none."""
-    if os.environ.get("NUMBA_DISABLE_CUDA", "0") not in ("", "0"):
-        return "NUMBA_DISABLE_CUDA is set"
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
-        return f"no NVIDIA driver ({DRIVER} cannot be loaded)"
-    status = driver.cuInit(0)
-    if status != 0:
-        return f"the NVIDIA driver does not start: {_error_name(driver, status)}"
-
-    def number(function: str, *args: object) -> int:
-        value = ctypes.c_int()
-        failed = getattr(driver, function)(ctypes.byref(value), *args)
-        return -1 if failed else value.value
-
-    if number("cuDeviceGetCount") < 1:
-        return "the NVIDIA driver shows no GPU"
-    version = number("cuDriverGetVersion")
-    driver_cuda = (version // 1000, version % 1000 // 10)
-    if version < OLDEST_DRIVER:
-        return f"the NVIDIA driver supports CUDA {driver_cuda[0]}.{driver_cuda[1]}, and 13.0 is needed (driver 580 or newer)"
-    device = number("cuDeviceGet", 0)
-    name = ctypes.create_string_buffer(256)
-    driver.cuDeviceGetName(name, 256, device)
-    memory = ctypes.c_size_t()
-    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _COMPUTE_CAPABILITY_MAJOR, _MINOR
-    attributes = (16, 75, 76, 81)
-    multiprocessors, major, minor, shared_memory = (number("cuDeviceGetAttribute", attribute, device) for attribute in attributes)
-    gpu_name = name.value.decode(errors="replace")
-    if major < 8:
-        return f"{gpu_name} has compute capability {major}.{minor}, and 8.0 is needed"
-    return Gpu(gpu_name, (major, minor), multiprocessors, shared_memory, memory.value, driver_cuda)
-
-
-def cuda_unusable() -> str | None:
-    """Why the GPU backend cannot be used here, or None when it can."""
-    gpu = find_gpu()
-    return gpu if isinstance(gpu, str) else None
-
-
-def use_gpu(local_rank: int) -> None:
-    """Make the GPU of a rank the first one; before anything asks the driver for one. CUDA_VISIBLE_DEVICES lists those to share out.
-
-    A launcher that has given each rank its own leaves a list of one, which stays. Raises BackendError when the list is too short, or when
-    something has asked the driver: it has read the list then, and all ranks would share a GPU.
-    """
-    if _driver_has_started():
-        raise BackendError("the NVIDIA driver was started before this rank had chosen its GPU: nothing may ask for a GPU before that")
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-    if not visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-    elif len(visible) > 1:
-        if local_rank >= len(visible):
-            raise BackendError(f"CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, and there is a rank {local_rank} on this host")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
-
-
-def _driver_has_started() -> bool:
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
-        return False
-    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != NOT_INITIALIZED)
 
 
 class CudaBackend(Backend):
@@ -447,9 +353,3 @@ def _numba_dtype(dtype: DType) -> np.dtype[np.generic]:
     """How numba stores it: it knows bf16 only as bits."""
     names: dict[DType, str] = {"f32": "float32", "bf16": "uint16", "i32": "int32", "f64": "float64", "u8": "uint8"}
     return np.dtype(names[dtype])
-
-
-def _error_name(driver: ctypes.CDLL, status: int) -> str:
-    text = ctypes.c_char_p()
-    driver.cuGetErrorName(status, ctypes.byref(text))
-    return f"{text.value.decode() if text.value else 'error'} ({status})"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kdgen.backends.cuda import cuda_unusable
+from kdgen.backends.gpu import cuda_unusable
 from kdgen.bench.parts import check_distinct
 from kdgen.bench.plot import plot
 from kdgen.bench.ranks import TITLES, RanksReport, measure_ranks

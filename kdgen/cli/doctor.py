@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 
 from kdgen import __version__
-from kdgen.backends.cuda import Gpu, find_gpu
+from kdgen.backends.gpu import Gpu, find_gpu
 from kdgen.backends.host_compiler import find as find_cxx
 from kdgen.cli.output import emit_json, emit_table, size_text
 from kdgen.codegen.cache import Cache

@@ -8,31 +8,27 @@ differs, under a temporary name that is then renamed: an interrupted or failed b
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Literal
 
 from kdgen.codegen.cache import Cache
 from kdgen.codegen.compile import Cubin, compile_all, nvrtc_version, require_arch
 from kdgen.codegen.format import clang_format_version
-from kdgen.codegen.render import MARK, parts_of, render
-from kdgen.codegen.source import Source
+from kdgen.codegen.manifest import is_resources, manifest_text, recorded_in, resources
+from kdgen.codegen.render import MARK
+from kdgen.codegen.texts import Generated, generate
 from kdgen.errors import CompileError, KdgenError
 from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.files.temporary import remove_abandoned, temporary_file
 from kdgen.plan.arch import target_for
-from kdgen.plan.build import build_plan, own_kernels
-from kdgen.plan.ir import Compute, Family, Plan
+from kdgen.plan.build import build_plan
+from kdgen.plan.ir import Compute, Plan
 from kdgen.spec.model import load_spec
 
-#: Raise it when the manifest's structure changes.
-MANIFEST_SCHEMA = "kdgen.manifest/2"
 MANIFEST = "manifest.json"
 DEFAULT_ARCHS = ("sm_90a", "sm_120a")
 #: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
@@ -107,18 +103,6 @@ class CheckReport:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Generated:
-    """The texts of one plan, by file name, and as sources for a compiler: those of every target family's plan, in its order."""
-
-    plan: Plan
-    texts: Mapping[str, str]
-    sources: Mapping[Family, tuple[Source, ...]]
-
-    def sources_for(self, arch: str) -> tuple[Source, ...]:
-        return self.sources.get(target_for(arch).family, self.sources["generic"])
-
-
 # ---- what is built --------------------------------------------------------------------------------------------------
 
 
@@ -139,21 +123,6 @@ def plans_for(specs: Sequence[str], compute: Compute | None = None) -> list[Plan
         if plans.setdefault(plan.directory, plan) != plan:
             raise KdgenError(f"{source}: another spec is called {plan.spec_name} too; give it a name of its own")
     return list(plans.values())
-
-
-def generate(plan: Plan) -> Generated:
-    """Render ``plan`` and the special plans in it: a kernel that one of those has of its own is called ``<name>_<family>.cu``.
-
-    Raises KdgenError naming template and kernel when a template does not fit its parameters.
-    """
-    rendered = {each.kernel.name: each for each in render(plan)}
-    texts = {f"{name}.cu": each.text for name, each in rendered.items()}
-    sources: dict[Family, tuple[Source, ...]] = {"generic": tuple(each.source for each in rendered.values())}
-    for special in plan.special:
-        own = {each.kernel.name: each for each in render(own_kernels(special, plan))}
-        texts |= {f"{name}_{special.family}.cu": each.text for name, each in own.items()}
-        sources[special.family] = tuple((own.get(kernel.name) or rendered[kernel.name]).source for kernel in special.kernels)
-    return Generated(plan, texts, sources)
 
 
 def build(
@@ -220,14 +189,14 @@ def check(
     files = 0
     for generated in map(generate, plans):
         folder = out / generated.plan.directory
-        recorded = _recorded(folder / MANIFEST)
+        recorded = recorded_in(folder / MANIFEST)
         formatter = recorded.get("clang_format")
         if not isinstance(formatter, str):
             formatter = clang_format_version()
         elif formatter != clang_format_version():
             notes.append(f"formatted with clang-format {clang_format_version()}, the manifest records {formatter}")
         kept = recorded.get("resources")
-        if not _is_resources(kept):
+        if not is_resources(kept):
             notes.append(f"{folder}: no registers, shared memory and spills are recorded")
             kept = None
         elif not compile:
@@ -247,76 +216,6 @@ def check(
 
 
 # ---- the manifest ---------------------------------------------------------------------------------------------------
-
-
-def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | None, clang_format: str) -> str:
-    """``manifest.json``: a plan as plain data, what its texts were made from, and what the compiler said of them."""
-    folder = templates_dir()
-    names = sorted({kernel.template for plan in (generated.plan, *generated.plan.special) for kernel in plan.kernels})
-    templates = {f"kernels/{name}": _sha256((folder / "kernels" / name).read_bytes()) for name in names}
-    templates |= {f"lib/{part}": _sha256((folder / "lib" / part).read_bytes()) for name in names for part in parts_of(name)}
-    headers = {f"lib/gpu/{path.name}": _sha256(path.read_bytes()) for path in sorted((folder / "lib" / "gpu").iterdir()) if path.is_file()}
-    manifest = {
-        "schema": MANIFEST_SCHEMA,
-        "clang_format": clang_format,
-        "templates": templates | headers,
-        "files": {name: _sha256(text.encode()) for name, text in sorted(generated.texts.items())},
-        "resources": kernel_resources,
-        "plan": dataclasses.asdict(dataclasses.replace(generated.plan, special=())) | {"special": differences(generated.plan)},
-    }
-    return _pretty(manifest) + "\n"
-
-
-def differences(plan: Plan) -> dict[str, Any]:
-    """What the special plans of ``plan`` have otherwise, by family: the kernels, buffers and notes that are their own."""
-    found: dict[str, Any] = {}
-    for special in plan.special:
-        names = ("kernels", "buffers", "notes")
-        own = {name: [each for each in getattr(special, name) if each not in getattr(plan, name)] for name in names}
-        found[special.family] = {
-            name: [each if isinstance(each, str) else dataclasses.asdict(each) for each in own[name]] for name in names
-        }
-    return found
-
-
-def resources(cubins: Sequence[Cubin]) -> dict[str, Any]:
-    """The manifest's ``resources``: by architecture and kernel, with the NVRTC version they depend on."""
-    names = ("registers", "static_smem", "dynamic_smem", "stack", "spill_stores", "spill_loads")
-    archs: dict[str, dict[str, dict[str, int]]] = {arch: {} for arch in sorted({cubin.arch for cubin in cubins})}
-    for cubin in cubins:
-        archs[cubin.arch][cubin.name] = {name: getattr(cubin, name) for name in names}
-    return {"nvrtc": nvrtc_version(), "archs": archs}
-
-
-def _recorded(manifest: Path) -> dict[str, Any]:
-    """The manifest's top level as it is on disk; empty when it is missing or damaged, which the comparison of its text will say."""
-    try:
-        found = json.loads(manifest.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_resources(found: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(found, dict) and isinstance(found.get("nvrtc"), str) and isinstance(found.get("archs"), dict)
-
-
-def _pretty(value: object, indent: int = 0) -> str:
-    """JSON with one line for whatever fits on it: a launch or a kernel's cost is easier to read, and to review, as one line."""
-    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if len(flat) + indent <= 120 or not isinstance(value, (dict, list, tuple)):
-        return flat
-    pad = " " * (indent + 2)
-    if isinstance(value, dict):
-        items = [f"{pad}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, indent + 2)}" for key, item in value.items()]
-    else:
-        items = [pad + _pretty(item, indent + 2) for item in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return opening + "\n" + ",\n".join(items) + "\n" + " " * indent + closing
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------

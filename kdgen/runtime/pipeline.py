@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
-from kdgen.backends.cuda import use_gpu
+from kdgen.backends.gpu import use_gpu
 from kdgen.codegen.render import render
 from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan, has_tiled_prefill

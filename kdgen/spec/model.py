@@ -7,7 +7,6 @@ model's ``config.json``; both refuse a file with everything that is wrong with i
 from __future__ import annotations
 
 import difflib
-import errno
 import hashlib
 import json
 import math
@@ -16,14 +15,12 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from kdgen.errors import Finding, SpecError
-from kdgen.files.inputs import read_input
 from kdgen.files.resources import specs_dir
-from kdgen.spec.drafter import DraftSpec, target_contradictions
+from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.fields import (
     MAX_BYTES,
     MAX_DIM,
@@ -36,9 +33,10 @@ from kdgen.spec.fields import (
     findings,
     show,
     show_at,
-    show_key,
     yarn_mscale,
 )
+from kdgen.spec.rules import contradictions
+from kdgen.spec.yaml_text import Dumper, Loader, dump_yaml, parse_yaml, read_text, refuse
 
 #: RMSNorm inside the query and key-value projections: the modelling code leaves it at its default, whatever ``rms_norm_eps`` says.
 LORA_NORM_EPS = 1e-6
@@ -129,7 +127,7 @@ class Spec(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Spec:
-        pairs = [*_contradictions(self.__dict__, self.model_fields_set)] or [*_overflows(self)]
+        pairs = [*contradictions(self.__dict__, self.model_fields_set)] or [*_overflows(self)]
         if pairs:
             text = "; ".join(f"{key}: {reason}" for key, reason in pairs)
             raise PydanticCustomError("contradictions", "{text}", {"text": text, "pairs": pairs})
@@ -145,7 +143,7 @@ class Spec(Frozen):
         found = findings(details, file, cls, _NESTED)
         if found:  # pydantic checks fields together only when each is fine by itself; do it here for those that are
             bad = {str(detail["loc"][0]) for detail in details}
-            pairs = [*_contradictions(_fine(cls, values, bad), set(values))]
+            pairs = [*contradictions(_fine(cls, values, bad), set(values))]
         else:
             pairs = details[0]["ctx"]["pairs"]
         found += [Finding(file, key, show_at(values, key), reason) for key, reason in pairs]
@@ -277,89 +275,6 @@ class Spec(Frozen):
 # ---- what fields must fulfil together -----------------------------------------------------------------------------------
 
 
-def _contradictions(v: Mapping[str, Any], given: Set[str]) -> Iterator[tuple[str, str]]:
-    """(key, reason) for every rule broken by the fields in ``v``; rules about fields that are not there are left out."""
-
-    def known(*keys: str) -> bool:
-        return all(key in v for key in keys)
-
-    if known("qk_rope_head_dim") and v["qk_rope_head_dim"] % 2:
-        yield "qk_rope_head_dim", "must be even: RoPE rotates pairs"
-    for other in ("qk_rope_head_dim", "v_head_dim"):
-        parts = ("num_attention_heads", "qk_nope_head_dim", other)
-        if known(*parts) and v["num_attention_heads"] * (v["qk_nope_head_dim"] + v[other]) > MAX_DIM:
-            yield "num_attention_heads", f"times (qk_nope_head_dim + {other}) is more than 2^31 - 1 rows"
-    if known("bos_token_id", "vocab_size") and v["bos_token_id"] is not None and v["bos_token_id"] >= v["vocab_size"]:
-        yield "bos_token_id", f"is not below vocab_size {v['vocab_size']}"
-    if known("eos_token_id", "vocab_size") and any(token >= v["vocab_size"] for token in v["eos_token_id"]):
-        yield "eos_token_id", f"is not below vocab_size {v['vocab_size']}"
-    if known("rope_scaling", "rope_theta") and v["rope_scaling"] is not None and v["rope_theta"] <= 1:
-        yield "rope_theta", "must exceed 1 with YaRN, which divides by its logarithm"
-    if known("draft") and v["draft"] is not None:
-        yield from target_contradictions(v["draft"], v)
-    if not known("first_k_dense_replace", "num_hidden_layers", "n_routed_experts"):
-        return
-    dense, layers, experts = v["first_k_dense_replace"], v["num_hidden_layers"], v["n_routed_experts"]
-    if dense > layers:
-        yield "first_k_dense_replace", f"is more than num_hidden_layers {layers}"
-    elif experts is None and dense < layers:
-        yield "first_k_dense_replace", f"must be num_hidden_layers {layers} when n_routed_experts is null (a dense model)"
-    if dense >= layers:
-        if known("quantization") and v["quantization"] is not None:
-            yield "quantization", "applies to routed experts, of which this model has none"
-    elif experts is not None:
-        yield from _moe_contradictions(v, given, experts)
-
-
-def _moe_contradictions(v: Mapping[str, Any], given: Set[str], experts: int) -> Iterator[tuple[str, str]]:
-    def known(*keys: str) -> bool:
-        return all(key in v for key in keys)
-
-    for key in ("moe_intermediate_size", "num_experts_per_tok", "scoring_func", "norm_topk_prob", "routed_scaling_factor"):
-        if key not in given:
-            yield key, "missing, and a model with routed experts needs it"
-        elif known(key) and v[key] == 0 and v[key] is not False:
-            yield key, "must be positive in a model with routed experts"
-    top_k = v.get("num_experts_per_tok", 0)
-    if top_k > experts:
-        yield "num_experts_per_tok", f"is more than n_routed_experts {experts}"
-    if known("n_shared_experts", "moe_intermediate_size") and v["n_shared_experts"] * v["moe_intermediate_size"] > MAX_DIM:
-        yield "n_shared_experts", "times moe_intermediate_size is more than 2^31 - 1 rows"
-    if known("n_group", "topk_group"):
-        groups, kept = v["n_group"], v["topk_group"]
-        if kept > groups:
-            yield "topk_group", f"is more than n_group {groups}"
-        if experts % groups:
-            yield "n_group", f"does not divide n_routed_experts {experts}"
-        elif kept <= groups and top_k <= experts and top_k > kept * (experts // groups):
-            yield "num_experts_per_tok", f"is more than the {kept * (experts // groups)} experts of topk_group {kept} groups"
-        method = v.get("topk_method")
-        if method == "noaux_tc" and groups > 1 and experts // groups < 2:
-            yield "n_group", "leaves fewer than 2 experts a group, and noaux_tc ranks groups by the sum of their best 2"
-        if method == "greedy" and groups > 1:
-            yield "n_group", "must be 1 with topk_method greedy, which knows no groups"
-    quantization = v.get("quantization")
-    if quantization is not None:
-        for key in ("hidden_size", "moe_intermediate_size"):
-            if known(key) and v[key] % quantization.group_size:
-                yield "quantization.group_size", f"does not divide {key} {v[key]}"
-
-
-def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Sizes that 64-bit byte counts cannot hold: any tensor, their sum, or the cache, counted at 4 bytes an element."""
-    total = 0
-    for group, times in spec.tensor_kinds():
-        size = 4 * math.prod(group.shape) * group.count
-        total += size * times
-        if size > MAX_BYTES:
-            yield "memory", f"{group.key} needs {size} bytes, more than 64-bit arithmetic holds"
-    cache = 4 * spec.num_hidden_layers * spec.max_position_embeddings * spec.cache_row_dim
-    if total > MAX_BYTES:
-        yield "memory", f"the weights need {total} bytes, more than 64-bit arithmetic holds"
-    if cache > MAX_BYTES:
-        yield "max_position_embeddings", f"a full cache needs {cache} bytes, more than 64-bit arithmetic holds"
-
-
 # ---- findings -----------------------------------------------------------------------------------------------------------
 
 
@@ -382,44 +297,9 @@ def _fine(cls: type[Spec], values: Mapping[str, Any], bad: Set[str]) -> dict[str
 
 #: A spec is a page of text; a config may list thousands of module names.
 MAX_YAML_BYTES, MAX_JSON_BYTES = 64 * 1024, 4 * 1024 * 1024
-_MAX_DEPTH = 32
 
 
-def _refuse(file: str, reason: str, key: str = "file", value: str = "") -> SpecError:
-    return SpecError([Finding(file, key, value, reason)])
-
-
-def read_text(path: Path, limit: int) -> str:
-    file = str(path)
-    if path.suffix in (".kdtr", ".safetensors"):
-        raise _refuse(file, "holds weights, and a description is wanted: a config.json or a spec; `kdgen inspect` shows what it holds")
-    try:
-        data = read_input(path, limit)
-    except IsADirectoryError:
-        raise _refuse(file, "is a folder, not a file") from None
-    except OSError as error:
-        what = ", so it is no model description" if error.errno == errno.EFBIG else ""
-        raise _refuse(file, f"cannot be read: {error.strerror or error}{what}") from None
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _refuse(file, f"is not UTF-8 text (byte {error.start})") from None
-    if not text.strip():
-        raise _refuse(file, "is empty")
-    return text
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars, so that 1e-5 is a number, and ``no`` and ``1:30`` are not."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute, replaced so as not to add to its table
-
-
-class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute, replaced so as not to add to its table
-
-
-for _class in (_Loader, _Dumper):
+for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
     _class.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
     _class.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789"))
@@ -430,59 +310,11 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def dump_yaml(values: Mapping[str, Any]) -> str:
-    """YAML text of plain data, keys in their order, that this module's loader reads back exactly."""
-    return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
-def _parse_yaml(text: str, file: str) -> object:
-    """One YAML document of plain mappings, sequences and scalars. Raises SpecError for tags, anchors, aliases, duplicate keys, depth."""
-    try:
-        depth = documents = 0
-        for event in yaml.parse(text, Loader=_Loader):
-            where = f"line {event.start_mark.line + 1}" if event.start_mark else "file"
-            if getattr(event, "anchor", None) is not None:  # of a node, or what an alias points to
-                raise _refuse(file, "anchors and aliases are not allowed: write the value out", where)
-            if (tag := getattr(event, "tag", None)) is not None:
-                raise _refuse(file, "YAML tags are not allowed", where, show(tag))
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            documents += isinstance(event, yaml.DocumentStartEvent)
-            if depth > _MAX_DEPTH:
-                raise _refuse(file, f"nested deeper than {_MAX_DEPTH} levels", where)
-        if documents != 1:
-            raise _refuse(file, f"holds {documents} YAML documents instead of one" if documents else "is empty")
-        node = yaml.compose(text, Loader=_Loader)
-        duplicates = [*_duplicate_keys(node, file)]
-        if duplicates:
-            raise SpecError(duplicates)
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise _refuse(file, f"is not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:  # a date that is none, an integer of more digits than Python converts
-        raise _refuse(file, f"holds a value that cannot be read: {error}") from None
-
-
-def _duplicate_keys(node: object, file: str, path: str = "") -> Iterator[Finding]:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = f"{path}{key.value}" if isinstance(key, yaml.ScalarNode) else f"{path}?"
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                yield Finding(file, show_key(name), "", f"a key must be plain text (line {key.start_mark.line + 1})")
-            elif key.value in seen:
-                yield Finding(file, show_key(name), "", f"given twice (line {key.start_mark.line + 1})")
-            seen.add(str(key.value))
-            yield from _duplicate_keys(value, file, f"{name}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for i, value in enumerate(node.value):
-            yield from _duplicate_keys(value, file, f"{path}{i}.")
-
-
 def parse_spec(text: str, file: str = "spec") -> Spec:
     """A Spec from YAML text. Raises SpecError with every finding."""
-    values = _parse_yaml(text, file)
+    values = parse_yaml(text, file)
     if not isinstance(values, dict):
-        raise _refuse(file, "must be a mapping of keys to values", value=show(values))
+        raise refuse(file, "must be a mapping of keys to values", value=show(values))
     return Spec.from_mapping(values, file)
 
 
@@ -504,6 +336,21 @@ def load_spec(source: str | Path) -> Spec:
             names = shipped_specs()
             close = difflib.get_close_matches(name[:MAX_NAME].lower(), names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise _refuse(source, f"neither a file nor a shipped spec{hint}; shipped are {', '.join(names)}")
+            raise refuse(source, f"neither a file nor a shipped spec{hint}; shipped are {', '.join(names)}")
         path = shipped if shipped.is_file() else path  # a folder of that name may be what was generated from it
     return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)
+
+
+def _overflows(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Sizes that 64-bit byte counts cannot hold: any tensor, their sum, or the cache, counted at 4 bytes an element."""
+    total = 0
+    for group, times in spec.tensor_kinds():
+        size = 4 * math.prod(group.shape) * group.count
+        total += size * times
+        if size > MAX_BYTES:
+            yield "memory", f"{group.key} needs {size} bytes, more than 64-bit arithmetic holds"
+    cache = 4 * spec.num_hidden_layers * spec.max_position_embeddings * spec.cache_row_dim
+    if total > MAX_BYTES:
+        yield "memory", f"the weights need {total} bytes, more than 64-bit arithmetic holds"
+    if cache > MAX_BYTES:
+        yield "max_position_embeddings", f"a full cache needs {cache} bytes, more than 64-bit arithmetic holds"

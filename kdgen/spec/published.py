@@ -14,17 +14,17 @@ Where families differ, as transformers' modelling code has it:
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kdgen.errors import Finding, SpecError
-from kdgen.spec.fields import show, show_key
-from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec, is_reserved, read_text
+from kdgen.errors import SpecError
+from kdgen.spec.fields import show
+from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec, is_reserved
+from kdgen.spec.published_reader import Origins, Reader, read_json
+from kdgen.spec.yaml_text import read_text
 
 FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite")
 WRAPPERS = ("kimi_k25",)
@@ -119,78 +119,6 @@ _YARN = keys("type factor original_max_position_embeddings beta_fast beta_slow m
 def known_keys() -> frozenset[str]:
     """Every key that a text model's config may have."""
     return HARMLESS | _READ
-
-
-#: A key that is longer is no mistyped one of ours.
-_LONGEST_KEY = 64
-
-
-class Origins:
-    """The key of a file from which each field of a spec was read, so that what is said of a field names the file's own key, in full.
-
-    A field that nothing is noted of has its own name in the mapping at ``path``; one inside a noted field is inside that one's key.
-    """
-
-    def __init__(self, path: str = "") -> None:
-        self._path = path
-        self._keys = {"memory": "memory"}  # what all keys together need is no key
-
-    def note(self, field: str, key: str) -> None:
-        self._keys[field] = key
-
-    def key(self, field: str) -> str:
-        parts = field.split(".")
-        for count in range(len(parts), 0, -1):
-            if (found := self._keys.get(".".join(parts[:count]))) is not None:
-                return ".".join([found, *parts[count:]])
-        return self._path + field
-
-    def refusal(self, config: Reader, error: SpecError) -> SpecError:
-        """All that is wrong with ``config``: what was found in reading it, and what ``error`` says of the spec made of it, unless that
-        lies in a key that was refused already."""
-        refused = {finding.key for finding in config.findings}
-        named = [replace(finding, key=self.key(finding.key)) for finding in error.findings]
-        return SpecError(config.findings + [f for f in named if not any(f"{f.key}.".startswith(f"{key}.") for key in refused)])
-
-
-class Reader:
-    """One mapping of a config file, collecting what is wrong with it."""
-
-    def __init__(self, file: str, values: Mapping[str, Any], path: str = "", findings: list[Finding] | None = None) -> None:
-        self.file, self.values, self.path = file, values, path
-        self.findings: list[Finding] = [] if findings is None else findings
-
-    def full(self, key: str) -> str:
-        """The path of ``key`` in the file."""
-        return self.path + show_key(key)
-
-    def bad(self, key: str, reason: str) -> None:
-        value = show(self.values[key]) if key in self.values else ""
-        self.findings.append(Finding(self.file, self.full(key), value, reason))
-
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
-
-    def inside(self, key: str) -> Reader:
-        """The mapping under ``key``; an empty one, and a finding, when there is none."""
-        value = self.values.get(key)
-        if not isinstance(value, dict):
-            self.bad(key, "must be a mapping")
-            value = {}
-        return Reader(self.file, value, f"{self.path}{key}.", self.findings)
-
-    def only(self, known: frozenset[str], what: str) -> None:
-        for key in self.values:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, 1, 0.8) if len(key) <= _LONGEST_KEY else []
-                hint = f"; did you mean {close[0]}?" if close else ""
-                self.bad(key, f"unknown {what} key: it may change what the model computes{hint}")
-
-    def must(self, key: str, *allowed: Any, reason: str) -> None:
-        """Refuse any value of ``key`` but the allowed ones (a missing key is None). Types count: 1 is not true."""
-        value = self.get(key)
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            self.bad(key, reason if key in self.values else f"missing; {reason}")
 
 
 def _untransformed(value: Any) -> bool:
@@ -414,32 +342,6 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     if config.findings:
         raise SpecError(config.findings)
     return spec
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise ValueError(f"key {show(key)} is given twice")
-        out[key] = value
-    return out
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no number JSON knows")
-
-
-def read_json(text: str, file: str) -> Reader:
-    """The mapping that a JSON file holds. Raises SpecError when it holds none, or one that is not plain."""
-    try:
-        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
-    except RecursionError:
-        raise SpecError([Finding(file, "file", "", "is nested too deeply")]) from None
-    except ValueError as error:
-        raise SpecError([Finding(file, "file", "", f"is not valid JSON: {error}")]) from None
-    if not isinstance(values, dict):
-        raise SpecError([Finding(file, "file", show(values), "must be a mapping of keys to values")])
-    return Reader(file, values)
 
 
 def parse_config(text: str, name: str = "model", file: str = "config.json") -> Spec:

@@ -12,8 +12,10 @@ from typing import Any
 from kdgen.errors import SpecError
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.fields import MAX_LAYERS
-from kdgen.spec.model import MAX_JSON_BYTES, read_text
-from kdgen.spec.published import HARMLESS, Origins, Reader, keys, read_dtype, read_json, read_rope
+from kdgen.spec.model import MAX_JSON_BYTES
+from kdgen.spec.published import HARMLESS, keys, read_dtype, read_rope
+from kdgen.spec.published_reader import Origins, Reader, read_json
+from kdgen.spec.yaml_text import read_text
 
 ARCHITECTURE = "DFlashDraftModel"
 _COPIED = keys(

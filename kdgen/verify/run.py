@@ -18,7 +18,7 @@ import numpy as np
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
-from kdgen.backends.cuda import cuda_unusable
+from kdgen.backends.gpu import cuda_unusable
 from kdgen.codegen.folders import check as check_folders
 from kdgen.errors import BackendError, KdgenError, SpecError
 from kdgen.files.resources import checkout_folder

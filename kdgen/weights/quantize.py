@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.errors import KdgenError, WeightError
-from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec, read_text
+from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec
 from kdgen.spec.published import WRAPPERS, load_config, published_quantization
+from kdgen.spec.yaml_text import read_text
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, as_stored
 from kdgen.weights.finite import first_not_finite

@@ -13,7 +13,8 @@ import pytest
 from kdgen.backends import backend_names, open_backend
 from kdgen.backends import cuda as cuda_module
 from kdgen.backends.cpu import CpuBackend
-from kdgen.backends.cuda import CudaBackend, Gpu, cuda_unusable, find_gpu, use_gpu
+from kdgen.backends.cuda import CudaBackend
+from kdgen.backends.gpu import Gpu, cuda_unusable, find_gpu, use_gpu
 from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, KdgenError
 from kdgen.runtime.model import random_model
@@ -118,7 +119,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_looking_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from kdgen.backends.cuda import find_gpu; find_gpu()\n"
+        "import sys; from kdgen.backends.gpu import find_gpu; find_gpu()\n"
         "assert not [name for name in sys.modules if name.startswith(('numba', 'cuda.'))]"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -20,7 +20,8 @@ import kdgen.bench.timing
 import kdgen.cli.bench
 from kdgen.backends.base import AllGather, Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
-from kdgen.backends.cuda import CudaBackend, Gpu
+from kdgen.backends.cuda import CudaBackend
+from kdgen.backends.gpu import Gpu
 from kdgen.bench.parts import distinct_experts
 from kdgen.bench.peers import open_torch
 from kdgen.bench.plot import plot

@@ -17,20 +17,10 @@ from click.testing import CliRunner, Result
 
 from kdgen.cli import main
 from kdgen.codegen import folders as building
+from kdgen.codegen import manifest as manifests
 from kdgen.codegen.cache import Cache
-from kdgen.codegen.folders import (
-    MANIFEST,
-    TEMPORARY,
-    BuildReport,
-    CheckReport,
-    Generated,
-    build,
-    check,
-    generate,
-    orphans,
-    plans_for,
-    write_if_different,
-)
+from kdgen.codegen.folders import MANIFEST, TEMPORARY, BuildReport, CheckReport, build, check, orphans, plans_for, write_if_different
+from kdgen.codegen.texts import Generated, generate
 from kdgen.errors import CompileError, KdgenError
 from kdgen.files.resources import specs_dir
 from kdgen.files.temporary import temporary_file
@@ -212,7 +202,7 @@ def test_check_compares_resources_only_with_the_recorded_nvrtc(built: Path, cach
     path = built / MANIFEST
     manifest = json.loads(path.read_text())
     manifest["resources"]["archs"]["sm_90a"]["argmax"]["registers"] = 999
-    path.write_text(building._pretty(manifest) + "\n")
+    path.write_text(manifests._pretty(manifest) + "\n")
     (difference,) = check(TINY, ARCH, built.parent, cache=cache).differences
     assert '"registers": 999' in difference.diff
     assert not texts_differ(built).differences  # nothing compiled, nothing compared, and said so
@@ -339,6 +329,7 @@ def test_a_full_disk_leaves_whole_files(built: Path) -> None:
     script = f"""
 import resource, signal
 from kdgen.codegen import folders as building
+from kdgen.codegen import manifest as manifests
 from kdgen.cli import main
 good = building.generate
 def generate(plan):

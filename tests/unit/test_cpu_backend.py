@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdgen.backends import cpu, host_compiler, line_table
+from kdgen.backends import cpu, cpu_runtime, host_compiler, line_table
 from kdgen.backends.base import Argument, DeviceArray, Pointer
 from kdgen.backends.cpu import NUMPY_DTYPES, SHARED_LIMIT, CpuBackend, Mode
 from kdgen.backends.host_compiler import HostCompiler
@@ -645,7 +645,7 @@ def test_a_word_that_never_comes_ends_the_launch(backend: CpuBackend, monkeypatc
 
 def test_python_and_runtime_agree_on_structures(tmp_path: Path) -> None:
     header = templates_dir() / "lib" / "cpu" / "runtime" / "state.h"
-    sizes = [("EmuError", cpu._Error), ("EmuLaunch", cpu._Launch), ("EmuKernel", cpu._Kernel)]
+    sizes = [("EmuError", cpu_runtime.Error), ("EmuLaunch", cpu_runtime.Launch), ("EmuKernel", cpu_runtime.Kernel)]
     asserts = "".join(f'static_assert(sizeof({name}) == {ctypes.sizeof(mirror)}, "{name}");\n' for name, mirror in sizes)
     unit = tmp_path / "unit.cpp"
     unit.write_text(f'#include "{header}"\n{asserts}')

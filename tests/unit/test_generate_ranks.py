@@ -17,7 +17,7 @@ import yaml
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from kdgen.backends.cuda import cuda_unusable
+from kdgen.backends.gpu import cuda_unusable
 from kdgen.cli import main
 from kdgen.ranks.start import run_ranks
 from kdgen.spec.model import load_spec
