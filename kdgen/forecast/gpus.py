@@ -32,7 +32,7 @@ class GpuModel:
         return NVLINK_COLLECTIVE if self.nvlink else PCIE_COLLECTIVE
 
 
-#: What a kernel that only reads gets of the data sheet's bandwidth. An H200 gave 0.86 and 0.93 (docs/measurements.md).
+#: What a kernel that only reads gets of the data sheet's bandwidth. An H200 gave 0.86 and 0.93 (docs/performance.md).
 READ_FRACTION = 0.9
 NVLINK_COLLECTIVE, PCIE_COLLECTIVE = 5e-6, 12e-6  #: seconds
 #: Memory that the driver, its context, machine code and recorded graphs take of a GPU.

@@ -1,7 +1,7 @@
 """What a plan needs and how fast it can be at best, from the plan alone: nothing is loaded, and nothing runs.
 
 A step's floor is the bytes that it must move over the bandwidth that a reading kernel gets, and its collectives one after another.
-Steps take longer: docs/measurements.md has by how much. What is assumed beyond the plan is said in ``Forecast.assumptions``.
+Steps take longer: docs/performance.md has by how much. What is assumed beyond the plan is said in ``Forecast.assumptions``.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[st
     found = [
         f"{gpu.title}: {gpu.memory_bytes / 1e9:.0f} GB and {gpu.bandwidth / 1e12:.2f} TB/s by its data sheet, of which reading kernels get"
         f" {READ_FRACTION:.0%}",
-        "a floor: bytes over bandwidth, kernels without gaps; measured steps are in docs/measurements.md",
+        "a floor: bytes over bandwidth, kernels without gaps; measured steps are in docs/performance.md",
         f"{RESERVED_BYTES / 2**30:.1f} GiB of each GPU are the driver's",
     ]
     if ranks > 1:
