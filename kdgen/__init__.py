@@ -1,25 +1,24 @@
-"""kdgen: from a model spec to specialised CUDA C++, decoded exactly.
+"""kdgen: from a model's description to specialised CUDA C++, decoded exactly.
 
-The pipeline is the map of the package; each stage turns one frozen value into the next, and everything above
-``backends/`` works with no GPU and no CUDA driver::
+Each stage turns one frozen value into the next. Everything above ``backends/`` in this list works without a GPU and without a CUDA driver::
 
-    spec.py      Spec        a validated model description (YAML, or a published ``config.json`` through config.py)
-    plan/        Plan        every decision: kernels, tiles, packed weight layouts, buffers, programs (ordered launches)
-    render.py    Source      the CUDA text of one kernel, from templates/kernels/*.cu.j2 and the plan's parameters
-    compile.py   Cubin       NVRTC's machine code for one architecture, its registers, shared memory and spills
-    backends/    Backend     runs sources: ``cuda`` on a GPU, ``cpu`` the same text under an emulator and checker
-    engine.py    Engine      a plan, its weights and a backend: prefill, decode and verify steps over device state
-    rounds.py    Rounds      draft to compaction as one unit that the host starts ahead of results; ``budget.py`` chooses tree sizes
-    decode.py                the loops, plain (AR), draft tree (DDTree) and rounds, over an Engine and a Drafter;
-                             ``batch.py`` decodes several requests together
+    spec/        Spec       a validated description: our YAML, a published ``config.json``, a drafter's config
+    plan/        Plan       every decision as data: kernels, tiles, packed layouts, buffers, programs (ordered launches)
+    codegen/     Source     a kernel's CUDA text, from ``templates/`` and the plan's parameters
+                 Cubin      NVRTC's machine code for one architecture, through a cache; ``generated/`` is written here
+    backends/    Backend    runs sources: ``cuda`` on a GPU, ``cpu`` the same text under an emulator and checker
+    weights/                checkpoints, read tensor by tensor and packed into the plan's layouts
+    runtime/     Engine     a plan, its weights and a backend: prefill, decode and verify steps over device state
+                 Decoded    what the loops give: plain decoding, draft trees (DDTree), rounds that the host starts ahead, batches
 
-``build.py`` takes the first stages to ``generated/``; ``model.py`` takes what ``--model`` names to an Engine.
+``runtime/pipeline.py`` goes through all of it in one function, ``open_engine``; start reading there.
 
-Several ranks share a model: ``plan/shard.py`` says who has what, ``ranks.py`` how they meet, ``launch.py`` starts them.
-
-Beside the pipeline: ``reference/`` is the same model in float64 NumPy and imports none of the above but ``spec``;
-``weights/`` reads checkpoints and packs them into the plan's layouts; ``drafters/`` propose tokens; ``verify/`` holds
-every kernel and every decode against the reference and the oracles; ``cli/`` is the command line.
+The other rooms: ``files/`` (what is read, written and cleaned up), ``text/`` (tokenizers, chat templates), ``ranks/`` (processes that
+share a model), ``drafters/`` (what proposes tokens), ``reference/`` (the model in float64 NumPy, which imports only ``spec/``),
+``forecast/`` (the least that steps cost on GPUs that are not here), ``bench/`` (times beside floors and peers), ``demo/`` (the shipped
+model's training), ``verify/`` (everything generated, compared with the reference, with other implementations, and with itself by bits),
+``cli/``. Imports go one way; ``tests/unit/test_layers.py`` has the order. ``docs/architecture.md`` says where to change what, and
+``docs/api.md`` what to import.
 """
 
 __version__ = "0.1.0"

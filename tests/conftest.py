@@ -1,4 +1,4 @@
-"""Hypothesis profiles, the ``gpu`` marker, and backends as fixtures."""
+"""Hypothesis profiles, the ``gpu`` and ``quick`` markers, and backends as fixtures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from kdgen.backends import open_backend
 from kdgen.backends.base import Backend
+from tests.quick import QUICK
 
 settings.register_profile("quick", max_examples=10, deadline=None)
 # the same examples on every run, and whatever is needed to repeat a failure
@@ -28,7 +29,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers that -m asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(QUICK):
+            item.add_marker("quick")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

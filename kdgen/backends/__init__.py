@@ -7,6 +7,7 @@ from kdgen.errors import KdgenError
 
 
 def backend_names() -> tuple[str, ...]:
+    """What ``open_backend`` takes: the GPU, and the CPU in its three modes (docs/cpu-backend.md)."""
     return ("cuda", "cpu", "cpu-shuffled", "cpu-checker")
 
 

@@ -69,6 +69,7 @@ class Drafter(Protocol):
 
 
 def nothing() -> Candidates:
+    """No candidates: the step gives one token, as plain decoding does."""
     return Candidates(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32))
 
 

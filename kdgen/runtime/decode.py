@@ -109,7 +109,11 @@ def decode_plain(
     sampling: Sampling = GREEDY,
     emit: Emit = _ignore,
 ) -> Decoded:
-    """One token a forward."""
+    """Decode ``max_new_tokens`` tokens after ``prompt`` (token ids), or up to the first of ``stop``, which is kept; one token a forward.
+
+    The engine starts anew with sequence 0. ``chunk`` bounds the prompt tokens of a forward; ``emit`` is called with each step's tokens.
+    Raises KdgenError for an empty prompt, one that fills the context, or no tokens asked for.
+    """
     stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
     began = time.perf_counter()
     tokens = [prefill(engine, prompt, chunk, sampling)]

@@ -30,6 +30,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer(Protocol):
+    """Text to token ids, and each id to the bytes that it adds to the text."""
+
     def encode(self, text: str, begin: bool) -> tuple[int, ...]:
         """The tokens of ``text``, in which special tokens may be written out; with ``begin``, after what the model wants before a text.
 
@@ -129,6 +131,7 @@ class TextStream:
 
 
 def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """The text of ``tokens``, without special tokens; bytes that are no UTF-8 become U+FFFD."""
     stream = TextStream(tokenizer)
     return stream.feed(tokens) + stream.finish()
 
