@@ -1,6 +1,7 @@
 """``python -m tests.mutants [WORD…]``: run every mutant (those whose name or file holds a word), print and write what caught each.
 
-With ``--write`` the table in docs/mutants.md is written anew. ``--jobs N`` mutants run at a time; ``--kind NAME`` those of a class.
+With ``--write`` the table goes to mutants.md in the checkout, which git ignores. ``--jobs N`` mutants run at a time; ``--kind NAME`` those
+of a class. docs/exactness.md describes the method.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from tests.mutants.mutants import MUTANTS
 from tests.mutants.run import ROOT, Result, run, times_of_checks
 
-PAGE = ROOT / "docs" / "mutants.md"
-MARK = "<!-- what follows is written by python -m tests.mutants --write -->"
+PAGE = ROOT / "mutants.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(summary(results))
     print(by_class(results))
     if options.write:
-        head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
         whole = f"The unedited command took {max(times.values()):.0f} s on this machine, cold compiler cache included."
-        PAGE.write_text(f"{head}{MARK}\n\n{summary(results)} {whole}\n\n{table(results, times)}", encoding="utf-8")
+        PAGE.write_text(f"# Mutants\n\n{summary(results)} {whole}\n\n{table(results, times)}", encoding="utf-8")
     return 0 if all(result.caught for result in results) else 1
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kdgen.codegen.render import parts_of
+from tests.mutants import __main__ as command
 from tests.mutants.mutants import MUTANTS, QUICK, Mutant
-from tests.mutants.run import ROOT, _python, _result, run
+from tests.mutants.run import ROOT, Result, _python, _result, run
 
 
 def test_every_mutant_edits_one_place() -> None:
@@ -42,3 +43,16 @@ def test_what_computes_for_ever_is_ended(tmp_path: Path) -> None:
     assert _result(MUTANTS[0], done, None, True).part == "hang"
     done = _python(tmp_path, "-c", "import time; time.sleep(1.5); raise SystemExit(2)", cpu_seconds=1)
     assert _result(MUTANTS[0], done, None, True).part == "refused"
+
+
+def test_the_table_is_written_where_git_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caught, missed = MUTANTS[:2]
+    monkeypatch.setattr(command, "MUTANTS", (caught, missed))
+    monkeypatch.setattr(command, "times_of_checks", lambda: {"kernel: tiny f32, advance": 3.0})
+    monkeypatch.setattr(command, "run", lambda m, _: Result(m, m is caught, "kernel" if m is caught else "", "tiny f32, advance", "", True))
+    assert f"/{command.PAGE.relative_to(ROOT).as_posix()}" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    monkeypatch.setattr(command, "PAGE", tmp_path / "mutants.md")
+    assert command.main(["--write"]) == 1  # one survived
+    page = (tmp_path / "mutants.md").read_text(encoding="utf-8")
+    assert f"| {caught.name} | kernel: tiny f32, advance | 3 |" in page and f"| {missed.name} | **survived** |  |" in page
+    assert page.startswith("# Mutants\n\n1 of 2 caught (kernel 1). Survived: ")
