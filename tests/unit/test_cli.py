@@ -55,6 +55,11 @@ def test_version_and_help() -> None:
         assert result.exit_code == 0 and "inspect" in result.output and "doctor" in result.output
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "kdgen", "--no-such-option"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("Usage: kdgen ")
+
+
 def test_help_imports_no_command() -> None:
     script = (
         "import sys\nfrom kdgen.cli import main\n"
