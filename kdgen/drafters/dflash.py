@@ -1,4 +1,4 @@
-"""The model's DFlash drafter (arXiv 2602.06036), which runs on the device beside its target; see ``kdgen.plan.draft``."""
+"""The model's DFlash drafter (arXiv 2602.06036), which runs on the device beside its target; see ``kdgen.plan.draft_step``."""
 
 from __future__ import annotations
 

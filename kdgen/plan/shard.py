@@ -2,7 +2,7 @@
 
 A rank's part is itself a model of the same structure, with an N-th of the heads, of every MLP's and expert's inner width, and of the
 vocabulary. Norms, the latent projections, the router and the cache are the same on every rank. Kernels are then planned for that
-smaller model; what is summed over ranks is in kdgen.plan.programs. A drafter is shared in the same way where its dims allow it, its
+smaller model; what is summed over ranks is in kdgen.plan.passes. A drafter is shared in the same way where its dims allow it, its
 cache by key heads; else each rank has it whole.
 """
 
