@@ -159,29 +159,31 @@ ORDER = [
     ),
     *seen_by(
         "order",
-        "kdgen/plan/programs.py",
+        "kdgen/plan/ops/attention.py",
         ("programs",),
-        (
-            "shares of later groups begin at the step's first row",
-            "integer((group or 0) * attention_rows(spec, mode, limits))",
-            "integer(0)",
-        ),
+        ("shares of later groups begin at the step's first row", 'number("first_row", group.first)', 'number("first_row", 0)'),
         (
             "splits of later groups are joined for the first rows",
-            '(*_of_group(spec, mode, limits, group, "count row_position"), *parts)',
-            '(*_buffers("num_tokens row_position"), *parts)',
+            'reads("int", "row_position", group.at("row_position")), values',
+            'reads("int", "row_position"), values',
         ),
-        (  # in place of num_tokens for num_logits, which changes nothing: a prefill's launch has a block for each row of logits alone
-            "the last norm takes rows by the positions of their tokens",
-            '_buffers("num_logits logit_row residual")',
-            '_buffers("num_logits logit_position residual")',
-        ),
+        ("paths of later groups are the first rows'", 'group.at("row_path", 4 * MAX_PATH)', 'group.at("row_path")'),
+    ),
+    *seen_by(
+        "order",
+        "kdgen/plan/ops/norm.py",
+        ("programs",),
+        ("the last norm takes rows by the positions of their tokens", 'buffer("logit_row")', 'buffer("logit_position")'),
+    ),
+    *seen_by(
+        "order",
+        "kdgen/plan/ops/logits.py",
+        ("programs",),
         (
             "sequences and positions of the logits' rows are exchanged",
-            "logit_row logit_sequence logit_position",
-            "logit_row logit_position logit_sequence",
+            '"row_sequence": "logit_sequence", "row_position": "logit_position"',
+            '"row_sequence": "logit_position", "row_position": "logit_sequence"',
         ),
-        ("paths of later groups are the first rows'", '        "row_path": 4 * MAX_PATH,\n', ""),
     ),
 ]
 
@@ -267,8 +269,12 @@ SEEDS = [
     ),
     *seen_by(
         "seeds",
-        "kdgen/plan/programs.py",
+        "kdgen/plan/ops/logits.py",
         ("tiny f32, requests together", "2 ranks"),
-        ("top-p and min-p exchanged", "temperature top_k top_p min_p seed", "temperature top_k min_p top_p seed"),
+        (
+            "top-p and min-p exchanged",
+            '*reads_floats("top_p min_p"),',
+            'reads("float", "top_p", buffer("min_p")), reads("float", "min_p", buffer("top_p")),',
+        ),
     ),
 ]

@@ -139,15 +139,29 @@ RANKS = [
     ),
     *seen_by(
         "ranks",
-        "kdgen/plan/programs.py",
+        "kdgen/plan/passes.py",
         ("2 ranks", "3 ranks", "4 ranks"),
-        ("several ranks have no bias of the output", '*summed("attention", limits, shard, bias))', '*summed("attention", limits, shard))'),
+        ("several ranks have no bias of the output", "op.bias if isinstance(op, LinearOp) else None", "None"),
+    ),
+    *seen_by(
+        "ranks",
+        "kdgen/plan/ops/logits.py",
+        ("2 ranks", "3 ranks", "4 ranks"),
         (
             "ids of a rank's part begin where another's do",
-            'part = (*_buffers("num_tokens logits"), integer(shard.rank * spec.vocab_size))',
-            'part = (*_buffers("num_tokens logits"), integer((shard.ranks - 1 - shard.rank) * spec.vocab_size))',
+            'number("first_token", self.c.shard.rank * self.c.spec.vocab_size), writes("int", "choice")',
+            'number("first_token", (self.c.shard.ranks - 1 - self.c.shard.rank) * self.c.spec.vocab_size), writes("int", "choice")',
         ),
-        ("an inbox of logits lies by the step's rows", "integer(shard.rank), integer(rows), ROWS\n", "integer(shard.rank), ROWS, ROWS\n"),
+    ),
+    *seen_by(
+        "ranks",
+        "kdgen/plan/ops/ranks.py",
+        ("2 ranks", "3 ranks", "4 ranks"),
+        (
+            "an inbox of logits lies by the step's rows",
+            '"inbox_logits", "inbox_rows", self.most)',
+            '"inbox_logits", "inbox_rows", self.c.limits.max_rows)',
+        ),
     ),
     *seen_by(
         "ranks",
