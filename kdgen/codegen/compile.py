@@ -26,6 +26,7 @@ from kdgen.codegen.cache import Cache, digest
 from kdgen.codegen.machine_code import has_broken_copies
 from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, CompileError, KdgenError
+from kdgen.files.requirements import requirement
 from kdgen.plan.arch import Target, target_for, targets
 
 #: cuda.core swaps entries of sys.modules while it is imported: a second thread importing it meanwhile finds half a package.
@@ -178,7 +179,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def _no_nvrtc(error: RuntimeError) -> BackendError:
-    return BackendError(f"cannot load NVRTC; pip install 'nvidia-cuda-nvrtc>=13,<14' ({str(error).strip()})")
+    return BackendError(f"cannot load NVRTC; pip install '{requirement('nvidia-cuda-nvrtc')}' ({str(error).strip()})")
 
 
 def require_arch(arch: str) -> Target:

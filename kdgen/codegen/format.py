@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kdgen.errors import KdgenError
+from kdgen.files.requirements import requirement
 from kdgen.files.temporary import scratch_folder
 
 #: Google's style with longer lines. Comments keep their breaks: the header's command has to stay on one line.
@@ -56,5 +57,5 @@ def _run(*arguments: str, folder: Path | None = None) -> str:
 def _binary() -> Path:
     package = importlib.util.find_spec("clang_format")
     if package is None or package.origin is None:
-        raise KdgenError("clang-format is missing; pip install 'clang-format>=20,<24'")
+        raise KdgenError(f"clang-format is missing; pip install '{requirement('clang-format')}'")
     return Path(package.origin).absolute().parent / "data" / "bin" / ("clang-format.exe" if sys.platform == "win32" else "clang-format")
