@@ -3,6 +3,7 @@ distinct ones, prefill, and kernels beside a peer's."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kdgen.backends.base import Backend, Launch, Pointer
+from kdgen.backends.base import Backend, Launch, Pointer, Work
 from kdgen.bench.humming import Humming
 from kdgen.bench.peers import Torch
 from kdgen.bench.timing import Contender, median, medians
@@ -20,16 +21,14 @@ from kdgen.drafters.synthetic import wide_candidates
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.floors import expected_experts
-from kdgen.plan.ops.attention import COMBINE_BESIDE
-from kdgen.plan.ops.dense import FEW
+from kdgen.plan.ir import Group, Kernel, Plan
+from kdgen.plan.ops.attention import CombineAndHeads
+from kdgen.plan.ops.dense import LinearHeads, LinearMma
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds, budgets_for
 from kdgen.spec.model import Spec
 
-#: The parts of a verify step that are no forward.
-PARTS = {"tree": ("tree_build", "tree_rows"), "accept": ("tree_accept", "kv_compact"), "draft context": ("draft_context",)}
-EXPERTS = ("experts_gate_up", "experts_down")
-ATTENTION = ("mla_attention", "mla_combine", COMBINE_BESIDE)  #: of which steps have the first and one of the others
+PARTS: tuple[Group, ...] = ("tree", "accept", "draft context")  #: of a verify step, that are no forward
 REPEATS = 8  #: of short work in one record, so that starting it does not count
 MATRIX_ROUNDS = 4096
 HUMMING_CALLS = 6  #: in one record, each with other experts: more bytes than any GPU caches
@@ -112,8 +111,8 @@ def part_times(engine: Engine, context: int, rows: int) -> tuple[PartTime, ...]:
     """Of a verify step with a tree of ``rows`` nodes behind ``context`` tokens."""
     launches = _launches(engine, run_step(engine, context, rows), rows, context)
     found = []
-    for part, kernels in PARTS.items():
-        mine = [each for each in launches if each.kernel in kernels]
+    for part in PARTS:
+        mine = [each for each in launches if engine.plan.kernel(each.kernel).group == part]
         if mine:
             seconds = median(engine.backend, mine * REPEATS, lambda: engine.fill_length(context)) / REPEATS
             found.append(PartTime(part, rows, context, seconds * 1e6))
@@ -166,12 +165,12 @@ def experts_time(
     backend.write(engine.buffer("topk_experts"), routings[0])
     backend.write(engine.buffer("num_tokens"), np.array([rows], np.int32))
     launches = _launches(engine, "verify", rows, 0)
-    sort = next(launch for launch in _launches(engine, "prefill", rows, 0) if launch.kernel == "moe_sort")
+    sort = next(launch for launch in _launches(engine, "prefill", rows, 0) if engine.plan.kernel(launch.kernel).writes("num_active"))
     backend.launch(sort.kernel, sort.grid, sort.block, sort.smem, sort.args)
-    mine = [launch for launch in launches if launch.kernel in EXPERTS]
-    layers = len(mine) // len(EXPERTS)
+    mine = [launch for launch in launches if engine.plan.kernel(launch.kernel).cost.bytes_per_expert]
+    layers = len(mine) // len({launch.kernel for launch in mine})
     repeats = -(-REPEATS // layers)
-    weights = [weight for weight in engine.plan.weights if weight.name in EXPERTS]
+    weights = [weight for weight in engine.plan.weights if weight.of_experts]
     floor = sum(weight.stored_bytes // weight.logical[0] for weight in weights) * distinct / bandwidth
     others: list[tuple[str, Contender]] = []
     if torch is not None and weights[0].group_size:
@@ -191,24 +190,34 @@ def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterato
     """Dense layers and attention of a step of ``rows`` rows behind ``context`` tokens, over all layers."""
     launches = _launches(engine, run_step(engine, context, rows), rows, context)
     counts = Counter(each.kernel for each in launches)
-    for name, other in _contenders(engine, context, rows, torch):
-        kernels = tuple(each for each in ATTENTION if each in counts) if name == ATTENTION[0] else (name,)
-        mine = [each for each in launches if each.kernel in kernels]
-        repeats = -(-REPEATS // counts[name])
+    for kernels, other in _contenders(engine, launches, context, rows, torch):
+        names = [kernel.name for kernel in kernels]
+        mine = [each for each in launches if each.kernel in names]
+        repeats = -(-REPEATS // counts[names[0]])
         ours, theirs = medians(engine.backend, mine * repeats, [other])
-        yield PeerTime(" + ".join(kernels), rows, context, ours / counts[name] / repeats * 1e6, theirs * 1e6)
+        yield PeerTime(" + ".join(names), rows, context, ours / counts[names[0]] / repeats * 1e6, theirs * 1e6)
 
 
-def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[tuple[str, Contender]]:
-    spec, named = engine.spec, {weight.name: weight for weight in engine.plan.weights}
-    used = {launch.kernel for launch, _ in engine.plan.program("decode").launches()}
-    for kernel in engine.plan.kernels:
-        weight = named.get(kernel.name.removesuffix(FEW))
+def attention_and_combine(plan: Plan, work: Sequence[Work]) -> list[tuple[Kernel, Kernel]]:
+    """Attention over the cache and the kernel that joins its splits, which runs right behind it."""
+    kernels = [plan.kernel(each.kernel) for each in work if isinstance(each, Launch)]
+    return list(dict.fromkeys((first, second) for first, second in itertools.pairwise(kernels) if first.cost.bytes_per_key))
+
+
+def _contenders(
+    engine: Engine, launches: Sequence[Launch], context: int, rows: int, torch: Torch
+) -> Iterator[tuple[tuple[Kernel, ...], Contender]]:
+    """What a peer has, beside the kernels that do the same."""
+    spec, plan = engine.spec, engine.plan
+    weights = {weight.name: weight for weight in plan.weights}
+    used = {launch.kernel: launch for launch, _ in plan.program("decode").launches()}
+    attention = {first: second for first, second in attention_and_combine(plan, launches)}
+    for kernel in plan.kernels:
         if kernel.name not in used:
             continue
-        if kernel.name == ATTENTION[0]:
+        if kernel in attention:
             yield (
-                kernel.name,
+                (kernel, attention[kernel]),
                 torch.attention(
                     spec.num_attention_heads,
                     rows,
@@ -216,15 +225,14 @@ def _contenders(engine: Engine, context: int, rows: int, torch: Torch) -> Iterat
                     spec.cache_row_dim,
                     spec.kv_lora_rank,
                     spec.softmax_scale,
-                    spec.v_head_dim if COMBINE_BESIDE in used else 0,
+                    spec.v_head_dim if isinstance(attention[kernel].params, CombineAndHeads) else 0,
                 ),
             )
-        elif weight is not None and weight.layout == "mma_a":
-            batch, outputs, inputs = weight.logical
-            if batch == 1:
-                yield kernel.name, torch.linear(outputs, inputs, rows)
-            elif kernel.name not in EXPERTS:
-                yield kernel.name, torch.batched(batch, outputs, inputs, rows)
+        elif isinstance(kernel.params, LinearHeads) or (isinstance(kernel.params, LinearMma) and kernel.params.outbox is None):
+            weight = weights.get(used[kernel.name].argument("weight").name)
+            if weight is not None:  # else it is a drafter's
+                batch, outputs, inputs = weight.logical
+                yield (kernel,), torch.linear(outputs, inputs, rows) if batch == 1 else torch.batched(batch, outputs, inputs, rows)
 
 
 # ---- prefill ----------------------------------------------------------------------------------------------------------------------
@@ -258,15 +266,12 @@ def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
 def prefill_operations(engine: Engine, tokens: int) -> int:
     """Operations of every kernel for ``tokens`` tokens from nothing: attention's for each key that a token sees, those behind the last
     layer for the one row of each chunk that has logits."""
-    launched = Counter((launch.kernel, launch.rows) for launch, _ in engine.plan.program("prefill").launches())
-    chunks, keys = -(-tokens // engine.plan.limits.max_tokens), tokens * (tokens + 1) // 2
+    launched = Counter((launch.kernel, launch.rows, launch.row_groups) for launch, _ in engine.plan.program("prefill").launches())
+    chunks, keys_of_rows = -(-tokens // engine.plan.limits.max_tokens), tokens * (tokens + 1) // 2
     found = 0
-    for (name, rows), launches in launched.items():
-        each = engine.plan.kernel(name).cost
-        if name in ATTENTION:  # of which each launch has some of the rows
-            found += engine.spec.num_hidden_layers * each.flops(keys if name == ATTENTION[0] else tokens)
-        else:
-            found += launches * each.flops(tokens if rows == "tokens" else chunks)
+    for (name, rows, row_groups), launches in launched.items():
+        cost = engine.plan.kernel(name).cost
+        found += launches // row_groups * (cost.operations(tokens, keys_of_rows) if rows == "tokens" else cost.operations(chunks))
     return found
 
 

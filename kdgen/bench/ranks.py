@@ -15,9 +15,6 @@ from kdgen.errors import KdgenError
 from kdgen.plan.shard import Exchange
 from kdgen.ranks.start import own_command, run_ranks
 
-#: Kernels that wait for the other ranks, or that only several ranks have.
-COLLECTIVES = ("rank_", "gather_")
-
 
 @dataclass(frozen=True)
 class CollectiveTime:
@@ -110,7 +107,7 @@ def _collectives(exchange: Exchange, report: BenchReport) -> list[CollectiveTime
     """Of every step, from its kernels."""
     found = []
     for step in report.steps:
-        mine = [kernel for kernel in step.kernels if kernel.kernel.startswith(COLLECTIVES) and kernel.launches]
+        mine = [kernel for kernel in step.kernels if kernel.group == "sums over ranks" and kernel.launches]
         found += [CollectiveTime(exchange, kernel.kernel, step.rows, kernel.launches, kernel.microseconds) for kernel in mine]
     return found
 

@@ -22,6 +22,7 @@ from kdgen.bench.parts import (
     PeerTime,
     PrefillTime,
     RoundTime,
+    attention_and_combine,
     experts_time,
     matrix_rate,
     part_times,
@@ -38,12 +39,8 @@ from kdgen.drafters.base import BlockDraft
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.cache_layout import TILE
-from kdgen.plan.floors import draft_bytes, kernel_bytes
-from kdgen.plan.ir import MAX_NODES
-from kdgen.plan.ops.attention import COMBINE_BESIDE
-from kdgen.plan.ops.outbox import SENT
-from kdgen.plan.ops.ranks import PeerSumNorm
-from kdgen.plan.ops.router import CHOICE_BESIDE
+from kdgen.plan.floors import draft_bytes, workload
+from kdgen.plan.ir import MAX_NODES, Group, Plan
 from kdgen.runtime.engine import Engine
 from kdgen.spec.drafter import DraftSpec
 
@@ -53,10 +50,6 @@ READ_MEGABYTES = 4096
 #: its first collective, and that wait would be counted in every step that is started alone.
 STEPS_IN_A_ROW = 8
 LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
-#: Kernels that run one after the other in every layer and are timed as one too, for the second may start while the first still runs.
-TOGETHER = (("mla_attention", "mla_combine"), ("mla_attention", COMBINE_BESIDE))
-#: Kernels that change what later steps depend on; they are timed inside steps only.
-STATEFUL = frozenset({"advance", "tree_accept", "kv_compact", "tree_build", "tree_rows", "chain_rows", "draft_context", "draft_block"})
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,7 @@ class KernelTime:
     launches: int  #: in one step
     microseconds: float
     floor_microseconds: float
+    group: Group = "norms and rows"
 
 
 @dataclass(frozen=True)
@@ -220,44 +214,47 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
 def _kernels(
     engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
-    """Each kernel of a step alone, over all the layers that it runs in, those of TOGETHER where it has all of them, and each collective."""
+    """Each kernel of a step alone, over all the layers that it runs in; attention also with the kernel behind it, which joins its splits
+    and may start while it still runs; and each collective."""
     engine.fill(engine.plan.limits.max_context)  # with the same rows first
     engine.fill_length(context)
-    kernels = [kernel for kernel in engine.plan.kernels if kernel.name not in STATEFUL and not isinstance(kernel.params, PeerSumNorm)]
+    kernels = [kernel for kernel in engine.plan.kernels if kernel.timing == "alone"]
     times = []
-    for group in (*((kernel.name,) for kernel in kernels), *TOGETHER):
-        mine = [each for each in work if isinstance(each, Launch) and each.kernel in group]
+    for group in (*((kernel,) for kernel in kernels), *attention_and_combine(engine.plan, work)):
+        names = [kernel.name for kernel in group]
+        mine = [each for each in work if isinstance(each, Launch) and each.kernel in names]
         in_step = len(mine) // len(group)
-        if "mla_attention" in group:
+        if group[0].cost.bytes_per_key:
             mine = _over_whole_cache(engine, mine, context + rows)
-        if {each.kernel for each in mine} == set(group):
+        if mine:
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
             count = len(many) // len(group)
             once = median(backend, many) / count
             # the kernels before it ran again on what the last layer left: the routing is theirs
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
-            least = sum(kernel_bytes(engine.spec, kernel, rows, context, active) for kernel in kernels if kernel.name in group)
-            times.append(KernelTime(" + ".join(group), rows, in_step, once * 1e6, least / bandwidth * 1e6))
-    times += _sums_with_norms(backend, work, rows, times)
+            load = workload(engine.spec, rows, context, active)
+            least = sum(kernel.cost.bytes(load) for kernel in group)
+            times.append(KernelTime(" + ".join(names), rows, in_step, once * 1e6, least / bandwidth * 1e6, group[0].group))
+    times += _behind_senders(engine.plan, backend, work, rows, times)
     gathers = [each for each in work if isinstance(each, AllGather)]
     for name, in_step in Counter(each.name for each in gathers).items():
         alike = [each for each in gathers if each.name == name][:1] * LAUNCHES_A_RECORD
-        times.append(KernelTime(name, rows, in_step, median(backend, alike) / LAUNCHES_A_RECORD * 1e6, 0.0))
+        times.append(KernelTime(name, rows, in_step, median(backend, alike) / LAUNCHES_A_RECORD * 1e6, 0.0, "sums over ranks"))
     return tuple(times)
 
 
-def _sums_with_norms(backend: CudaBackend, work: Sequence[Work], rows: int, times: Sequence[KernelTime]) -> list[KernelTime]:
-    """Those that get the ranks' parts from the kernel before them, without which they would wait forever: what they add to its time."""
+def _behind_senders(plan: Plan, backend: CudaBackend, work: Sequence[Work], rows: int, times: Sequence[KernelTime]) -> list[KernelTime]:
+    """Kernels that would wait forever without the one before them, which sends them the ranks' parts: what they add to its time."""
     alone = {time.kernel: time.microseconds for time in times}
     found: dict[str, list[float]] = {}
     launches = [each for each in work if isinstance(each, Launch)]
-    steps = [(first, second) for first, second in itertools.pairwise(launches) if first.kernel.endswith(SENT)]
+    steps = [(first, second) for first, second in itertools.pairwise(launches) if plan.kernel(second.kernel).timing == "behind its sender"]
     for sender in dict.fromkeys(first.kernel for first, _ in steps):
         mine = [(first, second) for first, second in steps if first.kernel == sender]
         many = mine * -(-LAUNCHES_A_RECORD // len(mine))
         once = median(backend, list(itertools.chain.from_iterable(many))) / len(many) * 1e6
         found.setdefault(mine[0][1].kernel, []).extend([once - alone[sender]] * len(mine))
-    return [KernelTime(name, rows, len(each), statistics.mean(each), 0.0) for name, each in found.items()]
+    return [KernelTime(name, rows, len(each), statistics.mean(each), 0.0, plan.kernel(name).group) for name, each in found.items()]
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
@@ -281,7 +278,7 @@ def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> 
     hit = 0
     for each in work:
         backend.start(each)
-        if isinstance(each, Launch) and each.kernel in ("moe_sort", CHOICE_BESIDE):
+        if isinstance(each, Launch) and engine.plan.kernel(each.kernel).writes("num_active"):
             hit += int(engine.read("num_active")[0])
     return hit
 
@@ -293,7 +290,7 @@ def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
     for weight in plan.weights:
         if weight.name == "embed_tokens":
             total += weight.stored_bytes // spec.vocab_size * rows
-        elif weight.name.startswith("experts_"):
+        elif weight.of_experts:
             total += weight.stored_bytes // weight.logical[0] * experts
         else:
             total += weight.total_bytes

@@ -26,7 +26,7 @@ from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.files.temporary import remove_abandoned, temporary_file
 from kdgen.plan.arch import target_for
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Plan
+from kdgen.plan.ir import Compute, Plan, Workload
 from kdgen.spec.model import load_spec
 
 MANIFEST = "manifest.json"
@@ -41,7 +41,8 @@ Progress = Callable[[Plan, Cubin], None]
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel on one architecture. Sizes are bytes; bytes and flops are what a launch over one token row must do at least."""
+    """One kernel on one architecture. Sizes are bytes; bytes and flops are what a launch must do at least for one token row that sees one
+    key and has its experts."""
 
     kernel: str
     template: str
@@ -238,12 +239,13 @@ def _folder_report(
 ) -> FolderReport:
     plan = generated.plan
     kernels, warnings = [], []
+    one = Workload(1, 1, 1, plan.num_experts_per_tok)
     for cubin in cubins:
         kernel = plan.on(target_for(cubin.arch).family).kernel(cubin.name)
         kernels.append(
             KernelReport(
                 kernel.name, kernel.template, cubin.arch, cubin.registers, cubin.static_smem, cubin.dynamic_smem, cubin.stack,
-                cubin.spill_stores, cubin.spill_loads, kernel.cost.bytes(1), kernel.cost.flops(1), cubin.seconds, cubin.cached,
+                cubin.spill_stores, cubin.spill_loads, kernel.cost.bytes(one), kernel.cost.operations(1, 1), cubin.seconds, cubin.cached,
             )
         )  # fmt: skip
         where = f"{plan.spec_name} ({plan.compute}): kernel {kernel.name} ({kernel.template}) on {cubin.arch}"

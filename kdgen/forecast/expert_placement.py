@@ -12,11 +12,11 @@ import numpy as np
 
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
+from kdgen.plan.ops.experts import MoeCombine
 from kdgen.spec.model import Spec
 
 ROWS = (1, 8, 64, 512)
 DRAWN_ROWS, FEWEST_DRAWS = 1600, 16  #: tokens drawn for a number of rows, each token's experts uniform among all
-_KERNELS = ("experts_gate_up", "experts_down", "moe_combine")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ def placements(spec: Spec, compute: Compute, shared: Plan, seed: int = 0) -> tup
 
 def _bytes(plan: Plan) -> tuple[float, float]:
     """Of an expert's weights, and of a token's activations at one expert."""
-    costs = [plan.kernel(name).cost for name in _KERNELS]
-    chosen = plan.kernel("moe_combine").params.top_k  # type: ignore[attr-defined]
-    return sum(cost.bytes_fixed for cost in costs) / chosen, sum(cost.bytes_per_token for cost in costs) / chosen
+    launched = {launch.kernel for launch, _ in plan.program("prefill").launches()}
+    kernels = [kernel for kernel in plan.kernels if kernel.name in launched]
+    (chosen,) = (kernel.params.top_k for kernel in kernels if isinstance(kernel.params, MoeCombine))
+    costs = [kernel.cost for kernel in kernels if kernel.cost.bytes_per_expert or isinstance(kernel.params, MoeCombine)]
+    return float(sum(cost.bytes_per_expert for cost in costs)), sum(cost.bytes_per_row for cost in costs) / chosen
 
 
 def _placement(

@@ -16,26 +16,13 @@ from kdgen.errors import KdgenError
 from kdgen.forecast.expert_placement import Placement, placements
 from kdgen.forecast.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
 from kdgen.plan.build import build_plan
-from kdgen.plan.floors import draft_bytes, expected_experts, kernel_bytes
-from kdgen.plan.ir import MAX_NODES, Compute, Family, Kernel, Limits, Plan
-from kdgen.plan.ops.attention import COMBINE_BESIDE
+from kdgen.plan.floors import draft_bytes, expected_experts, workload
+from kdgen.plan.ir import MAX_NODES, Compute, Family, Group, Kernel, Limits, Plan
 from kdgen.plan.ops.ranks import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec.model import Spec
 
 BLOCK_SIZE = 8  #: rows of a draft block where a spec has no drafter that says otherwise: seven drafted depths
-#: Part of a step by the kernels in it; the first that fits.
-_PARTS = (
-    ("routed experts", ("experts_", "router", "moe_")),
-    ("shared experts", ("shared_",)),
-    ("dense MLPs", ("gate_up_proj", "down_proj")),
-    ("attention projections", ("q_proj", "kv_a_proj", "q_a_kv_a_proj", "q_b_proj", "w_uk", "w_uv", COMBINE_BESIDE, "o_proj")),
-    ("attention over the cache", ("mla_", "rope_cache")),
-    ("embedding and logits", ("embed", "lm_head", "argmax", "sample")),
-    ("drafter's features", ("draft_",)),
-    ("sums over ranks", ("rank_", "gather_")),
-)
-_REST = "norms, rows, trees"
 _CACHES = ("kv_cache", "draft_cache")
 
 
@@ -56,7 +43,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does of a step in the kernels of one kind."""
+    """What one rank does of a step in the kernels of one group."""
 
     name: str
     launches: int
@@ -227,12 +214,13 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
     for launch, _ in program.launches():
         launched[launch.kernel] = launched.get(launch.kernel, 0) + 1
     hit = experts_hit(spec, rows)
+    work = workload(spec, rows, context, hit)
     moved: dict[str, tuple[int, int]] = {}
     collectives = sent = 0
     for name, count in launched.items():
-        part = _part(name)
+        part = part_of_step(kernels[name].group)
         launches, total = moved.get(part, (0, 0))
-        moved[part] = launches + count, total + count * kernel_bytes(spec, kernels[name], rows, context, hit)
+        moved[part] = launches + count, total + count * kernels[name].cost.bytes(work)
         exchanges, copied = _exchanges(plan, kernels[name], rows)
         collectives += count * exchanges
         sent += count * copied
@@ -243,8 +231,15 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
     return Step(rows, hit, total, collectives, sent, collective_seconds, total / bandwidth + collective_seconds, parts)
 
 
-def _part(kernel: str) -> str:
-    return next((name for name, starts in _PARTS if kernel.startswith(starts)), _REST)
+def part_of_step(group: Group) -> str:
+    """The title under which a forecast shows a group: small ones are shown together."""
+    match group:
+        case "norms and rows" | "tree" | "accept":
+            return "norms, rows, trees"
+        case "drafter" | "draft context":
+            return "drafter's features"
+        case _:
+            return group
 
 
 def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:

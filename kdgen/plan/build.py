@@ -100,5 +100,6 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
         shard=shard,
         gathers=found.gathers,
         family=family,
+        num_experts_per_tok=spec.num_experts_per_tok,
         tiled_rows=TILED_ROWS[part.kv_lora_rank] if family == "sm_90a" else 0,
     )

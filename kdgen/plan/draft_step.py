@@ -46,8 +46,8 @@ class Drafter:
         """From the features of what a step committed to rows of the draft cache."""
         d, ranks = self.draft, self.c.shard.ranks
         fc = Layer(
-            "draft_fc", "a token's features to the drafter's width", d.hidden_size, d.feature_width // ranks, x_stride=d.feature_width,
-            out_float=True,
+            "draft_fc", "drafter", "a token's features to the drafter's width", d.hidden_size, d.feature_width // ranks,
+            x_stride=d.feature_width, out_float=True,
         )  # fmt: skip
         first = self.c.shard.rank * fc.cols * ITEM_BYTES[self.target_type]  # each rank takes some of the features
         project = LinearOp(
@@ -79,10 +79,10 @@ class Drafter:
 
     def _layer(self, window: int) -> tuple[Op, ...]:
         d, hidden, bias = self.draft, self.draft.hidden_size, self.draft.attention_bias
-        q = Layer("draft_q_proj", "queries of the block", d.query_width, hidden, bias=bias, out_float=True)
-        o = Layer("draft_o_proj", "attention output added to the residual", hidden, d.query_width, bias=bias)
-        gate_up = Layer("draft_gate_up_proj", "SwiGLU: silu(gate) * up", 2 * d.intermediate_size, hidden, gated=True)
-        down = Layer("draft_down_proj", "MLP output added to the residual", hidden, d.intermediate_size)
+        q = Layer("draft_q_proj", "drafter", "queries of the block", d.query_width, hidden, bias=bias, out_float=True)
+        o = Layer("draft_o_proj", "drafter", "attention output added to the residual", hidden, d.query_width, bias=bias)
+        gate_up = Layer("draft_gate_up_proj", "drafter", "SwiGLU: silu(gate) * up", 2 * d.intermediate_size, hidden, gated=True)
+        down = Layer("draft_down_proj", "drafter", "MLP output added to the residual", hidden, d.intermediate_size)
         return (
             self._norm(layer_weight("draft_input_layernorm")),
             self._linear(q, "hidden", "draft_q"),
@@ -98,7 +98,7 @@ class Drafter:
 
     def _kv(self, count: str = "num_tokens") -> LinearOp:
         d = self.draft
-        layer = Layer("draft_kv_proj", "[keys | values]", 2 * d.key_width, d.hidden_size, bias=d.attention_bias, out_float=True)
+        layer = Layer("draft_kv_proj", "drafter", "[keys | values]", 2 * d.key_width, d.hidden_size, bias=d.attention_bias, out_float=True)
         return self._linear(layer, "hidden", "draft_kv", count)
 
     def _linear(self, layer: Layer, x: str, y: str, count: str = "num_tokens") -> LinearOp:
@@ -111,5 +111,6 @@ class Drafter:
     def _norm(self, gain: Arg, count: str = "num_tokens") -> RmsNormOp:
         d = self.draft
         return RmsNormOp(
-            self.c, "draft_norm", d.hidden_size, d.rms_norm_eps, "residual", gain, "hidden", count=count, count_is_ready=False
+            self.c, "draft_norm", d.hidden_size, d.rms_norm_eps, "residual", gain, "hidden", count=count, count_is_ready=False,
+            group="drafter",
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""What kernels, drafts and choices of experts must move at least: the floors that ``kdgen bench`` measures against and ``kdgen plan``
+"""What steps, drafts and choices of experts must move at least: the floors that ``kdgen bench`` measures against and ``kdgen plan``
 forecasts."""
 
 from __future__ import annotations
 
-from kdgen.plan.ir import ITEM_BYTES, Kernel, Plan
+from kdgen.plan.ir import ITEM_BYTES, Plan, Workload
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
 
@@ -13,17 +13,11 @@ def expected_experts(experts: int, chosen: int, rows: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows)
 
 
-def kernel_bytes(spec: Spec, kernel: Kernel, rows: int, context: int, hit: float) -> int:
-    """Of one launch over ``rows`` token rows behind ``context`` keys, where a layer's rows hit so many distinct experts."""
-    cost = kernel.cost
-    if kernel.name == "mla_attention":  # a tree's rows share the cache rows below them
-        return cost.bytes_per_token * (context + rows)
-    if kernel.name == "draft_attention" and spec.draft is not None:  # the mean of its layers
-        return cost.bytes_per_token * sum(draft_keys(spec.draft, context)) // spec.draft.num_hidden_layers
-    fixed = cost.bytes_fixed
-    if kernel.name.startswith("experts_"):
-        fixed = int(fixed * hit / spec.num_experts_per_tok)
-    return fixed + cost.bytes_per_token * rows
+def workload(spec: Spec, rows: int, context: int, experts: float) -> Workload:
+    """What a launch works on in a step of ``rows`` token rows behind ``context`` keys, where a layer's rows choose so many distinct
+    ``experts``. The rows of a tree share the keys before them."""
+    draft_keys_of_layer = sum(draft_keys(spec.draft, context)) / spec.draft.num_hidden_layers if spec.draft else 0
+    return Workload(rows, context + rows, draft_keys_of_layer, experts)
 
 
 def draft_keys(draft: DraftSpec, context: int) -> list[int]:

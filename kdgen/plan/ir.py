@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from kdgen.plan.shard import WHOLE, Shard
@@ -51,30 +51,54 @@ ONE = Extent()
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a launch over M token rows must do at least: bytes moved and floating-point operations, both affine in M.
+class Workload:
+    """What a launch works on: token ``rows``, ``keys`` of the cache that any of them sees, ``draft_keys`` of the drafter's cache likewise
+    (the mean over its layers), and distinct routed ``experts`` that the rows choose (in one layer, or expected: a fraction)."""
 
-    For kernels whose weights depend on routing, ``bytes_fixed`` counts the experts that one token hits and
-    ``bytes_per_token`` only activations.
+    rows: int
+    keys: int = 0
+    draft_keys: float = 0
+    experts: float = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a launch must do at least: bytes that it moves, and floating-point operations.
+
+    ``bytes_fixed`` are weights that every launch reads once, ``bytes_per_expert`` those of one routed expert, and ``bytes_per_row``
+    activations of a token row. Keys of the cache are read once for all rows of a launch, so ``bytes_per_key`` does not depend on the number
+    of rows; each row computes with every key that it sees.
     """
 
     bytes_fixed: int = 0
-    bytes_per_token: int = 0
-    flops_per_token: int = 0
+    bytes_per_row: int = 0
+    operations_per_row: int = 0
+    bytes_per_expert: int = 0
+    bytes_per_key: int = 0
+    bytes_per_draft_key: int = 0
+    operations_per_row_and_key: int = 0
 
-    def bytes(self, tokens: int) -> int:
-        return self.bytes_fixed + self.bytes_per_token * tokens
+    def bytes(self, work: Workload) -> int:
+        every_row = self.bytes_fixed + self.bytes_per_row * work.rows + self.bytes_per_key * work.keys
+        return every_row + int(self.bytes_per_expert * work.experts) + int(self.bytes_per_draft_key * work.draft_keys)
 
-    def flops(self, tokens: int) -> int:
-        return self.flops_per_token * tokens
+    def operations(self, rows: int, keys_of_rows: int = 0) -> int:
+        """``keys_of_rows``: the keys that each row sees, summed over the rows."""
+        return self.operations_per_row * rows + self.operations_per_row_and_key * keys_of_rows
 
     def __add__(self, other: Cost) -> Cost:
-        """Of both in one launch."""
-        return Cost(
-            self.bytes_fixed + other.bytes_fixed,
-            self.bytes_per_token + other.bytes_per_token,
-            self.flops_per_token + other.flops_per_token,
-        )
+        """The cost of both in one launch."""
+        return Cost(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+#: What bench, plan and build report a kernel under.
+Group = Literal[
+    "attention projections", "attention over the cache", "dense MLPs", "routed experts", "shared experts", "embedding and logits",
+    "norms and rows", "tree", "accept", "drafter", "draft context", "sums over ranks",
+]  # fmt: skip
+#: How a kernel can be timed: alone, again and again; only right behind the kernel that sends it what it waits for; or only in whole steps,
+#: for it changes what later launches depend on.
+Timing = Literal["alone", "behind its sender", "in steps"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +136,15 @@ class Kernel:
     cluster: int = 1
     early: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+    group: Group = "norms and rows"
+    timing: Timing = "alone"
 
     def parameter(self, name: str) -> Parameter:
         return next(each for each in self.parameters if each.name == name)
+
+    def writes(self, parameter: str) -> bool:
+        """Whether there is a pointer of that name through which it writes."""
+        return any(each.name == parameter and not each.type.startswith("const") for each in self.parameters)
 
     @property
     def signature(self) -> str:
@@ -151,11 +181,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments, in any order, or a ``Gather`` by its name, which has none."""
+    """A kernel with its arguments, in any order, or a ``Gather`` by its name, which has none.
+
+    ``row_groups``: so many such launches divide the rows among them.
+    """
 
     kernel: str
     args: tuple[Bound, ...]
     rows: RowKind = "tokens"
+    row_groups: int = 1
 
     def argument(self, parameter: str) -> Arg:
         """What ``parameter`` is given. Raises KeyError where it is given nothing."""
@@ -264,6 +298,11 @@ class Weight:
     part: Part | None = None
 
     @property
+    def of_experts(self) -> bool:
+        """Whether ``logical`` counts routed experts in its batch."""
+        return self.assembly in ("experts", "experts_gate_up")
+
+    @property
     def total_bytes(self) -> int:
         """Packed bytes over all layers."""
         return self.stored_bytes * (self.layers[1] - self.layers[0] if self.layers else 1)
@@ -309,6 +348,7 @@ class Plan:
     Plans of several ranks have the same kernels and programs, and differ in their weights and in which tokens are theirs.
     ``draft_weights`` are the drafter's, which come from a checkpoint of their own; there are none where the spec has no drafter.
     ``tiled_rows``: token rows from which on a prefill is the program for many rows, ``<program>_tiled``; 0 where there is none.
+    ``num_experts_per_tok``: experts that a token has in a layer.
     ``special`` are whole plans for families of targets that do some of it in another way, with the same weights and state.
     """
 
@@ -328,6 +368,7 @@ class Plan:
     family: Family = "generic"
     special: tuple[Plan, ...] = ()
     tiled_rows: int = 0
+    num_experts_per_tok: int = 0
 
     def on(self, family: Family) -> Plan:
         """The one plan for targets of ``family``: a special one, or this without any."""

@@ -171,7 +171,7 @@ def in_row_groups(start: Sequence[Op], stages: Sequence[Ops], c: Context, rows: 
     work on, once a step."""
     most = attention_rows(c)
     count = -(-rows // most)
-    groups = tuple(RowGroup(index if count > 1 else None, most) for index in range(count))
+    groups = tuple(RowGroup(index if count > 1 else None, most, count) for index in range(count))
     begin: list[Op] = [*start]
     if count > 1:
         begin.append(RowGroupsOp(c, count))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kdgen.plan.ir import Group
 from kdgen.plan.ops.attention import MlaAttentionOp, MlaCombineOp, RopeCacheOp, kv_a_stride, norm_q_a
 from kdgen.plan.ops.dense import Layer, LinearOp, Sublayer
 from kdgen.plan.ops.experts import ExpertsOp, MoeCombineOp
@@ -18,6 +19,7 @@ from kdgen.plan.ops.router import MoeSortOp, RouterLogitsOp, RouterTopKOp
 from kdgen.plan.ops.rows import EmbedOp
 from kdgen.plan.ops.tree import KvCompactOp, TopKOp, TopKPartsOp, TreeAcceptOp, TreeBuildOp, TreeRowsOp
 
+PROJECTIONS: Group = "attention projections"
 SAMPLED = "_sampled"  #: suffix of the programs that draw tokens, where those that do not are programs of their own
 
 
@@ -45,25 +47,27 @@ def attention(c: Context) -> tuple[Op, ...]:
     s, heads, row = c.spec, c.spec.num_attention_heads, c.spec.cache_row_dim
     q_width = heads * s.qk_head_dim
     if s.q_lora_rank is None:
-        kv_a = Layer("kv_a_proj", "[c_kv | k_rope]", row, s.hidden_size, bias=s.attention_bias, out_float=True)
+        kv_a = Layer("kv_a_proj", PROJECTIONS, "[c_kv | k_rope]", row, s.hidden_size, bias=s.attention_bias, out_float=True)
         queries: tuple[Op, ...] = (
-            _linear(c, Layer("q_proj", "queries", q_width, s.hidden_size), "hidden", "q"),
+            _linear(c, Layer("q_proj", PROJECTIONS, "queries", q_width, s.hidden_size), "hidden", "q"),
             _linear(c, kv_a, "hidden", "kv_a"),
         )
     else:
         summary = "[q_a | c_kv | k_rope] in one reading of h"
-        both = Layer("q_a_kv_a_proj", summary, kv_a_stride(s), s.hidden_size, bias=s.attention_bias, out_float=True)
-        q_b = Layer("q_b_proj", "queries from their low-rank form", q_width, s.q_lora_rank)
+        both = Layer("q_a_kv_a_proj", PROJECTIONS, summary, kv_a_stride(s), s.hidden_size, bias=s.attention_bias, out_float=True)
+        q_b = Layer("q_b_proj", PROJECTIONS, "queries from their low-rank form", q_width, s.q_lora_rank)
         queries = _linear(c, both, "hidden", "kv_a"), norm_q_a(c), _linear(c, q_b, "q_a", "q")
     w_uk = Layer(
-        "w_uk_absorb", "per head, q_nope into the latent space", s.kv_lora_rank, s.qk_nope_head_dim, batch=heads,
+        "w_uk_absorb", PROJECTIONS, "per head, q_nope into the latent space", s.kv_lora_rank, s.qk_nope_head_dim, batch=heads,
         x_stride=q_width, x_batch_stride=s.qk_head_dim, y_stride=heads * row, y_batch_stride=row,
     )  # fmt: skip
     w_uv = Layer(
-        "w_uv_absorb", "per head, attention output out of the latent space", s.v_head_dim, s.kv_lora_rank, batch=heads,
+        "w_uv_absorb", PROJECTIONS, "per head, attention output out of the latent space", s.v_head_dim, s.kv_lora_rank, batch=heads,
         x_batch_stride=s.kv_lora_rank, y_batch_stride=s.v_head_dim,
     )  # fmt: skip
-    o_proj = Layer("o_proj", "attention output added to the residual", s.hidden_size, heads * s.v_head_dim, bias=s.attention_bias)
+    o_proj = Layer(
+        "o_proj", PROJECTIONS, "attention output added to the residual", s.hidden_size, heads * s.v_head_dim, bias=s.attention_bias
+    )  # fmt: skip
     return (
         norm(c, "input_layernorm"),
         *queries,
@@ -103,7 +107,7 @@ def head(c: Context) -> tuple[Op, ...]:
 
 
 def lm_head(c: Context, target: str) -> LinearOp:
-    layer = Layer("lm_head", "logits", c.spec.vocab_size, c.spec.hidden_size, out_float=True)
+    layer = Layer("lm_head", "embedding and logits", "logits", c.spec.vocab_size, c.spec.hidden_size, out_float=True)
     return LinearOp(c, layer, buffer("hidden"), buffer(target), layered=False)
 
 
@@ -123,8 +127,9 @@ def _linear(c: Context, layer: Layer, x: str, y: str) -> LinearOp:
 
 def _swiglu(c: Context, prefix: str, width: int, between: str) -> tuple[Op, ...]:
     hidden = c.spec.hidden_size
-    gate_up = Layer(f"{prefix}gate_up_proj", "SwiGLU: silu(gate) * up", 2 * width, hidden, gated=True)
-    down = Layer(f"{prefix}down_proj", "MLP output added to the residual", hidden, width)
+    group: Group = "shared experts" if prefix else "dense MLPs"
+    gate_up = Layer(f"{prefix}gate_up_proj", group, "SwiGLU: silu(gate) * up", 2 * width, hidden, gated=True)
+    down = Layer(f"{prefix}down_proj", group, "MLP output added to the residual", hidden, width)
     return _linear(c, gate_up, "hidden", between), into_residual(c, down, between, "mlp")
 
 

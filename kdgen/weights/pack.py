@@ -122,7 +122,7 @@ def _finite(weight: Weight, sources: list[str], tensors: Tensors, place: int, ta
 
 def _tasks(weight: Weight, sources: list[str], tensors: Tensors, part_bytes: int) -> Iterator[Callable[[], Array]]:
     """One call a part. What a call maps of the checkpoint is let go when it returns (a matrix's, when its last part is done)."""
-    if weight.assembly in ("experts", "experts_gate_up"):
+    if weight.of_experts:
         pack = _int4_expert if weight.group_size else _expert
         for expert in range(weight.logical[0]):
             yield functools.partial(pack, weight, [source.replace("{e}", str(expert)) for source in sources], tensors)

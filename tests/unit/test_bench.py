@@ -135,7 +135,14 @@ def test_ranks_beside_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
         for step in report["steps"] if ranks > 1 else ():
             step["microseconds"] /= 2
             step["kernels"].append(
-                {"kernel": "rank_sum", "rows": step["rows"], "launches": 5, "microseconds": 3.0, "floor_microseconds": 0.1}
+                {
+                    "kernel": "rank_sum",
+                    "rows": step["rows"],
+                    "launches": 5,
+                    "microseconds": 3.0,
+                    "floor_microseconds": 0.1,
+                    "group": "sums over ranks",
+                }
             )
         output.write(json.dumps(report).encode())
         return 0

@@ -16,7 +16,7 @@ from kdgen.errors import KdgenError
 from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.plan.build import build_plan
 from kdgen.plan.derive import OpProgram, derive
-from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan
+from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan, Workload
 from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.plan.step import Ops, norm
@@ -198,7 +198,7 @@ def test_costs_of_k26_are_its_weights() -> None:
     share = {"experts_gate_up": 8 / 384, "experts_down": 8 / 384, "embed_tokens": 1 / 163840}
     weights = sum(weight.total_bytes * share.get(weight.name, 1) for weight in plan.weights)
     weights += sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))
-    moved = sum(plan.kernel(launch.kernel).cost.bytes(1) for launch, _ in plan.program("decode").launches())
+    moved = sum(plan.kernel(launch.kernel).cost.bytes(Workload(1, 1, 1, 8)) for launch, _ in plan.program("decode").launches())
     assert weights < moved < 1.01 * weights
 
 
@@ -212,7 +212,7 @@ def test_a_draft_reads_the_drafter_and_the_head() -> None:
     plan = plan_of("k26", "bf16")
     weights = sum(weight.total_bytes for weight in plan.draft_weights if weight.name != "draft_fc")
     weights += next(weight.total_bytes for weight in plan.weights if weight.name == "lm_head")
-    moved = sum(plan.kernel(launch.kernel).cost.bytes(1) for launch, _ in plan.program("draft").launches())
+    moved = sum(plan.kernel(launch.kernel).cost.bytes(Workload(1, 1, 1, 8)) for launch, _ in plan.program("draft").launches())
     assert weights < moved < 1.01 * weights
 
 

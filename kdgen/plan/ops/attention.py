@@ -23,7 +23,7 @@ from kdgen.plan.attention import (
     wgmma_group,
     wgmma_smem,
 )
-from kdgen.plan.ir import MAX_PATH, ONE, Arg, Cost, Extent, Kernel, Limits
+from kdgen.plan.ir import MAX_PATH, ONE, Arg, Cost, Extent, Group, Kernel, Limits
 from kdgen.plan.key_splits import Splits
 from kdgen.plan.ops.dense import LinearMma, LinearOp, heads_fit_registers
 from kdgen.plan.ops.norm import RmsNorm, RmsNormOp
@@ -274,9 +274,13 @@ class RopeCacheOp(Op):
             eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=mode.act, tiled=mode.wgmma, block=block, pairing_comment=pairing,
         )  # fmt: skip
         rope_bytes = 2 * s.num_attention_heads * s.qk_rope_head_dim * mode.act_bytes
-        cost = Cost(s.kv_lora_rank * 4, s.cache_row_dim * (4 + mode.act_bytes) + rope_bytes, 6 * s.cache_row_dim)
+        cost = Cost(
+            bytes_fixed=s.kv_lora_rank * 4, bytes_per_row=s.cache_row_dim * (4 + mode.act_bytes) + rope_bytes,
+            operations_per_row=6 * s.cache_row_dim,
+        )  # fmt: skip
         summary = "cache row [c_kv | k_rope], rotated queries"
-        return Kernel("rope_cache", "rope_cache.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary)
+        group: Group = "attention over the cache"
+        return Kernel("rope_cache", "rope_cache.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary, group=group)
 
     def arguments(self) -> tuple[Argument, ...]:
         act = self.c.mode.act
@@ -299,7 +303,10 @@ class NormAndCacheOp(Op):
     def kernel(self) -> Kernel:
         s, norm, cache = self.c.spec, norm_q_a(self.c).kernel(), RopeCacheOp(self.c).kernel()
         p = NormAndCache(CACHE_BESIDE, cast(RmsNorm, norm.params), cast(RopeCache, cache.params))
-        cost = norm.cost + Cost(s.kv_lora_rank * 4, s.cache_row_dim * (4 + self.c.mode.act_bytes), 6 * s.cache_row_dim)
+        cost = norm.cost + Cost(
+            bytes_fixed=s.kv_lora_rank * 4, bytes_per_row=s.cache_row_dim * (4 + self.c.mode.act_bytes),
+            operations_per_row=6 * s.cache_row_dim,
+        )  # fmt: skip
         grid, summary = (ROW_EXTENT, Extent(2), ONE), f"{norm.summary}; beside it, the cache row [c_kv | k_rope]"
         early = (*PLACES, "row_sequence", "row_slot")
         return Kernel(p.name, "norm_and_cache.cu.j2", p, norm.block, grid, 0, cost, summary, early=early)
@@ -319,10 +326,11 @@ class NormAndCacheOp(Op):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The rows of one attention launch: all of a step's, or the ``index``-th group of ``rows``."""
+    """The rows of one attention launch: all of a step's, or the ``index``-th of ``groups`` groups of ``rows``."""
 
     index: int | None = None
     rows: int = 0
+    groups: int = 1
 
     @property
     def first(self) -> int:
@@ -390,15 +398,20 @@ class AttentionScheduleOp(Op):
 @dataclass(frozen=True)
 class MlaAttentionOp(Op):
     """Absorbed attention of a group of rows over the cache and the draft tree: a softmax-weighted sum of latents for every split of the
-    keys, with the split's largest score and sum. Its cost is for one key."""
+    keys, with the split's largest score and sum."""
 
     group: RowGroup = EVERY_ROW
+
+    @property
+    def row_groups(self) -> int:
+        return self.group.groups
 
     def kernel(self) -> Kernel:
         s, mode, heads = self.c.spec, self.c.mode, self.c.spec.num_attention_heads
         row, latent, every = s.cache_row_dim, s.kv_lora_rank, attention_splits(s, mode)
-        cost = Cost(0, row * mode.act_bytes, 2 * heads * (row + latent))
+        cost = Cost(bytes_per_key=row * mode.act_bytes, operations_per_row_and_key=2 * heads * (row + latent))
         summary = "absorbed MLA over the cache and the draft tree; bytes and operations per key"
+        group: Group = "attention over the cache"
         split = every.shortest
         splits = Extent(per_context=split)
         if mode.wgmma:
@@ -410,21 +423,21 @@ class MlaAttentionOp(Op):
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             grid, early = (_attention_blocks(self.c), Extent(head_tiles), ONE), ("shares", "kv_cache")
-            return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early)
+            return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early, group=group)
         if not self.c.tensor_cores:
             generic = MlaAttentionF32(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, tile=32,
                 scale=s.softmax_scale, block=block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
-            return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary)
+            return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary, group=group)
         smem = attention_smem(s)
         mma = MlaAttentionMma(
             name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, blocks_per_sm=2,
             scale=s.softmax_scale, smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
         )  # fmt: skip
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
-        return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary)
+        return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary, group=group)
 
     def arguments(self) -> tuple[Argument, ...]:
         c, group, act = self.c, self.group, self.c.mode.act
@@ -458,22 +471,27 @@ class MlaCombineOp(Op):
 
     group: RowGroup = EVERY_ROW
 
+    @property
+    def row_groups(self) -> int:
+        return self.group.groups
+
     def kernel(self) -> Kernel:
         s, mode = self.c.spec, self.c.mode
         vector = 4 if s.kv_lora_rank % 4 == 0 else 1
         block = block_for(s.kv_lora_rank // vector, 128)
         width, splits = s.num_attention_heads * s.kv_lora_rank, attention_splits(s, mode)
         grid, summary = (ROW_EXTENT, Extent(s.num_attention_heads), ONE), "joins the splits"
+        group: Group = "attention over the cache"
         if mode.wgmma:
             # 8 heads and 64 columns a block
             columns = Extent(s.num_attention_heads // 8 * s.kv_lora_rank // 64)
             grid = (Extent(per_tokens=1, cap=ATTENTION_ROWS[s.kv_lora_rank]), columns, ONE)
             fragments = MlaCombineWgmma("mla_combine", s.num_attention_heads, s.kv_lora_rank, splits)
-            cost = Cost(0, width * (2 + mode.act_bytes), 2 * width)
-            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary, early=PLACES)
+            cost = Cost(bytes_per_row=width * (2 + mode.act_bytes), operations_per_row=2 * width)
+            return Kernel("mla_combine", "mla_combine_wgmma.cu.j2", fragments, 256, grid, 0, cost, summary, early=PLACES, group=group)
         p = MlaCombine("mla_combine", s.num_attention_heads, s.kv_lora_rank, splits.shortest, vector, mode.act, block)
-        cost = Cost(0, width * (4 + mode.act_bytes), 2 * width)
-        return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary)
+        cost = Cost(bytes_per_row=width * (4 + mode.act_bytes), operations_per_row=2 * width)
+        return Kernel("mla_combine", "mla_combine.cu.j2", p, block, grid, 0, cost, summary, group=group)
 
     def arguments(self) -> tuple[Argument, ...]:
         c = self.c
@@ -488,6 +506,10 @@ class CombineAndHeadsOp(Op):
     w_uv: LinearOp
     group: RowGroup = EVERY_ROW
 
+    @property
+    def row_groups(self) -> int:
+        return self.group.groups
+
     def kernel(self) -> Kernel:
         s, layer, combine, many = self.c.spec, self.w_uv.layer, MlaCombineOp(self.c).kernel(), self.w_uv.kernel()
         linear, cluster = cast(LinearMma, many.params), blocks_of_head(s)
@@ -501,10 +523,12 @@ class CombineAndHeadsOp(Op):
             smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
         )  # fmt: skip
         between = 2 * layer.batch * s.kv_lora_rank * self.c.mode.act_bytes  # what two kernels write and read
-        cost = combine.cost + many.cost + Cost(0, -between)
+        cost = combine.cost + many.cost + Cost(bytes_per_row=-between)
         grid = (Extent(layer.batch), Extent(per_tokens=p.max_tokens), ONE)
         summary = f"{combine.summary}; behind that, {many.summary}, for few rows"
-        return Kernel(p.name, "combine_and_heads.cu.j2", p, p.block, grid, smem, cost, summary, cluster=cluster, early=PLACES)
+        return Kernel(
+            p.name, "combine_and_heads.cu.j2", p, p.block, grid, smem, cost, summary, cluster=cluster, early=PLACES, group=many.group
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         c, group = self.c, self.group

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kdgen.plan.ir import Arg, Cost, Extent, Kernel
+from kdgen.plan.ir import Arg, Cost, Extent, Group, Kernel
 from kdgen.plan.ops.op import (
     COUNT,
     Argument,
@@ -117,6 +117,7 @@ class Layer:
     """A dense layer's shape, before it is decided which kernel runs it. Strides of 0 follow from the widths."""
 
     name: str
+    group: Group
     summary: str
     rows: int
     cols: int
@@ -178,8 +179,8 @@ class LinearOp(Op):
         epilogue = "The result is added to the float32 residual." if self.accumulate else summary
         cost = Cost(
             bytes_fixed=layer.batch * layer.rows * layer.cols * mode.weight_bytes,
-            bytes_per_token=layer.batch * (layer.cols * mode.act_bytes + layer.outputs * out_bytes * (2 if self.accumulate else 1)),
-            flops_per_token=2 * layer.batch * layer.rows * layer.cols,
+            bytes_per_row=layer.batch * (layer.cols * mode.act_bytes + layer.outputs * out_bytes * (2 if self.accumulate else 1)),
+            operations_per_row=2 * layer.batch * layer.rows * layer.cols,
         )
         kernel = self._mma(layer, out, cost, epilogue) if self.c.tensor_cores else self._f32(layer, cost, epilogue)
         return outbox_of(kernel, self.c) if self.outbox else kernel
@@ -192,7 +193,7 @@ class LinearOp(Op):
             weight=self.c.mode.weight, gated=layer.gated, bias=layer.bias, accumulate=self.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         grid = (Extent(-(-layer.outputs // 32)), Extent(per_tokens=GENERIC_TOKENS), Extent(layer.batch))
-        return Kernel(layer.name, "linear_f32.cu.j2", p, slices * 32, grid, 0, cost, layer.summary)
+        return Kernel(layer.name, "linear_f32.cu.j2", p, slices * 32, grid, 0, cost, layer.summary, group=layer.group)
 
     def _mma(self, layer: Layer, out: CType, cost: Cost, epilogue: str) -> Kernel:
         warps, ready = mma_warps(layer.cols), self.count_is_ready
@@ -209,7 +210,9 @@ class LinearOp(Op):
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
         grid = (Extent(row_tiles, per_processor=blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))
         early = COUNT if ready else ()
-        return Kernel(layer.name, "linear_mma.cu.j2", p, warps * 32, grid, smem, cost, layer.summary, row_tiles, early=early)
+        return Kernel(
+            layer.name, "linear_mma.cu.j2", p, warps * 32, grid, smem, cost, layer.summary, row_tiles, early=early, group=layer.group
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         mode, name = self.c.mode, self.layer.name
@@ -250,7 +253,10 @@ class HeadsOp(Op):
         grid = (Extent(parts + self.rotates), Extent(per_tokens=linear.max_tokens), Extent(layer.batch))
         turned = 2 * layer.batch * s.qk_rope_head_dim * self.c.mode.act_bytes if self.rotates else 0
         summary = f"{layer.summary}, for few rows" + ("; beside it, queries' rotary parts" if self.rotates else "")
-        return Kernel(p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(0, turned), summary, early=COUNT)
+        return Kernel(
+            p.name, "linear_heads.cu.j2", p, warps * 32, grid, 0, many.cost + Cost(bytes_per_row=turned), summary, early=COUNT,
+            group=layer.group,
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         *inputs, target = self.many.arguments()

@@ -163,9 +163,9 @@ class DraftCaptureOp(_DraftOp):
         d, mode = self.draft, self.c.mode
         block = block_for(d.hidden_size)
         p = DraftCapture("draft_capture", d.hidden_size, d.feature_width, mode.act, block)
-        cost = Cost(0, d.hidden_size * (4 + mode.act_bytes), 0)
+        cost = Cost(bytes_per_row=d.hidden_size * (4 + mode.act_bytes))
         grid = (ROW_EXTENT, Extent(-(-d.hidden_size // block)), ONE)
-        return Kernel(p.name, "draft_capture.cu.j2", p, block, grid, 0, cost, "a layer's output among the features")
+        return Kernel(p.name, "draft_capture.cu.j2", p, block, grid, 0, cost, "a layer's output among the features", group="drafter")
 
     def arguments(self) -> tuple[Argument, ...]:
         features = writes(self.c.mode.act, "features")
@@ -183,9 +183,12 @@ class DraftContextOp(_DraftOp):
         d, mode, block = self.draft, self.c.mode, 256
         columns = 8 * block
         p = DraftContext("draft_context", d.feature_width, d.hidden_size, not self.c.shard.whole, MAX_PATH, columns, block)
-        cost = Cost(0, 2 * d.feature_width * mode.act_bytes, 0)
+        cost = Cost(bytes_per_row=2 * d.feature_width * mode.act_bytes)
         grid = (ROW_EXTENT, Extent(-(-d.feature_width // columns)), ONE)
-        return Kernel(p.name, "draft_context.cu.j2", p, block, grid, 0, cost, "features of the tokens that a step committed")
+        return Kernel(
+            p.name, "draft_context.cu.j2", p, block, grid, 0, cost, "features of the tokens that a step committed", group="draft context",
+            timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         act, residual = self.c.mode.act, () if self.c.shard.whole else (writes("float", "residual"),)
@@ -205,7 +208,10 @@ class DraftBlockOp(_DraftOp):
 
     def kernel(self) -> Kernel:
         p = DraftBlock("draft_block", self.draft.mask_token_id, 128)
-        return Kernel(p.name, "draft_block.cu.j2", p, p.block, (ONE, ONE, ONE), 0, Cost(0, 12, 0), "row metadata of draft blocks")
+        return Kernel(
+            p.name, "draft_block.cu.j2", p, p.block, (ONE, ONE, ONE), 0, Cost(bytes_per_row=12), "row metadata of draft blocks",
+            group="drafter", timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         read = reads_ints("step_count step_sequence draft_begin sequence_length root_token")
@@ -226,10 +232,10 @@ class DraftHeadsOp(_DraftOp):
             eps=d.rms_norm_eps, act=mode.act, block=_HEADS_PER_BLOCK * 32, blocks_per_sm=8,
         )  # fmt: skip
         width = 2 * d.key_width + (d.query_width if self.queries else 0)
-        cost = Cost(0, width * (4 + mode.act_bytes), 10 * width)
+        cost = Cost(bytes_per_row=width * (4 + mode.act_bytes), operations_per_row=10 * width)
         grid = (ROW_EXTENT, Extent(-(-heads // _HEADS_PER_BLOCK)), ONE)
         summary = "a block's keys, values and queries" if self.queries else "keys and values of committed tokens"
-        return Kernel(name, "draft_heads.cu.j2", p, p.block, grid, 0, cost, summary)
+        return Kernel(name, "draft_heads.cu.j2", p, p.block, grid, 0, cost, summary, group="drafter")
 
     def arguments(self) -> tuple[Argument, ...]:
         count, sequence, position = "num_tokens", "row_sequence", "row_position"
@@ -272,10 +278,10 @@ class GqaAttentionOp(_DraftOp):
             act=self.c.mode.act, block=attention_block(d),
             blocks_per_sm=4 if attention_block(d) == 128 else 6, mask_comment=mask, smem_comment=f"{smem} bytes",
         )  # fmt: skip
-        cost = Cost(0, 2 * d.key_width * self.c.mode.act_bytes, 4 * d.block_size * d.query_width)
+        cost = Cost(bytes_per_draft_key=2 * d.key_width * self.c.mode.act_bytes, operations_per_row_and_key=4 * d.query_width)
         grid = (Extent(row_tiles, per_sequence=True), Extent(d.num_key_value_heads), Extent(per_context=p.split))
         summary = "a block over its sequence's draft cache; bytes and operations per key"
-        return Kernel(p.name, "gqa_attention.cu.j2", p, p.block, grid, smem, cost, summary)
+        return Kernel(p.name, "gqa_attention.cu.j2", p, p.block, grid, smem, cost, summary, group="drafter")
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
@@ -298,9 +304,9 @@ class GqaCombineOp(_DraftOp):
     def kernel(self) -> Kernel:
         d, mode, block = self.draft, self.c.mode, block_for(self.draft.head_dim, 128)
         p = GqaCombine("draft_combine", d.num_attention_heads, d.head_dim, split_keys(d), mode.act, block)
-        cost = Cost(0, d.query_width * (4 + mode.act_bytes), 2 * d.query_width)
+        cost = Cost(bytes_per_row=d.query_width * (4 + mode.act_bytes), operations_per_row=2 * d.query_width)
         grid = (ROW_EXTENT, Extent(d.num_attention_heads), ONE)
-        return Kernel(p.name, "gqa_combine.cu.j2", p, block, grid, 0, cost, "joins the splits of a draft block")
+        return Kernel(p.name, "gqa_combine.cu.j2", p, block, grid, 0, cost, "joins the splits of a draft block", group="drafter")
 
     def arguments(self) -> tuple[Argument, ...]:
         return (

@@ -92,9 +92,9 @@ class ExpertsOp(Op):
         weight_bits = 4 + 16 / s.quantization.group_size if s.quantization else 8 * mode.weight_bytes
         out: CType = mode.act if gated else "float"
         cost = Cost(
-            bytes_fixed=int(top_k * rows * cols * weight_bits / 8),
-            bytes_per_token=top_k * (cols * mode.act_bytes + outputs * (4 if out == "float" else 2)),
-            flops_per_token=2 * top_k * rows * cols,
+            bytes_per_expert=int(rows * cols * weight_bits / 8),
+            bytes_per_row=top_k * (cols * mode.act_bytes + outputs * (4 if out == "float" else 2)),
+            operations_per_row=2 * top_k * rows * cols,
         )
         active = Extent(times=top_k, per_tokens=1, cap=s.n_routed_experts or 0)
         comment = f"Weights are {mode.weight}."
@@ -108,7 +108,7 @@ class ExpertsOp(Op):
                 group_size=s.quantization.group_size if s.quantization else 0, gated=gated, weight_comment=comment,
             )  # fmt: skip
             grid = (Extent(-(-outputs // 32)), active, ONE)
-            return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary)
+            return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary, group="routed experts")
         step_inputs, step_bytes = expert_step(int4)
         steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
         warps, held, ring = expert_split(steps, step_bytes, 8 if int4 else 2, mode.wgmma)
@@ -127,7 +127,9 @@ class ExpertsOp(Op):
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
         block, smem = groups * warps * 32, groups * group_bytes + lists
         early = (*LISTS, "assignments", "x", "y") if p.inputs_are_old else LISTS
-        return Kernel(name, "experts_mma.cu.j2", p, block, (units, ONE, ONE), smem, cost, summary, row_tiles, early=early)
+        return Kernel(
+            name, "experts_mma.cu.j2", p, block, (units, ONE, ONE), smem, cost, summary, row_tiles, early=early, group="routed experts"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         c, gated = self.c, self.which == "gate_up"
@@ -156,10 +158,13 @@ class MoeCombineOp(Op):
         s = self.c.spec
         block = block_for(s.hidden_size)
         p = MoeCombine("moe_combine", s.hidden_size, s.num_experts_per_tok, self.accumulates, block)
-        cost = Cost(0, s.hidden_size * 4 * (s.num_experts_per_tok + 2), 2 * s.hidden_size * s.num_experts_per_tok)
+        cost = Cost(
+            bytes_per_row=s.hidden_size * 4 * (s.num_experts_per_tok + 2), operations_per_row=2 * s.hidden_size * s.num_experts_per_tok
+        )  # fmt: skip
         grid = (ROW_EXTENT, Extent(-(-s.hidden_size // block)), ONE)
         kernel = Kernel(
-            "moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts", early=COUNT
+            "moe_combine", "moe_combine.cu.j2", p, block, grid, 0, cost, "weighted sum of the chosen experts", early=COUNT,
+            group="routed experts",
         )  # fmt: skip
         return outbox_of(kernel, self.c) if self.outbox else kernel
 

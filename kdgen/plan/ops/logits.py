@@ -37,8 +37,11 @@ class ArgmaxOp(Op):
     def kernel(self) -> Kernel:
         vocab, block = self.c.spec.vocab_size, block_for(self.c.spec.vocab_size // 4, 1024)
         p = Argmax("argmax", vocab, not self.c.shard.whole, block, 1 if vocab % 4 else 4, cluster_of(block))
-        grid, cost = (ROW_EXTENT, ONE, ONE), Cost(0, vocab * 4, vocab)
-        return Kernel("argmax", "argmax.cu.j2", p, block, grid, 0, cost, "greedy choice", cluster=p.cluster, early=("num_tokens",))
+        grid, cost = (ROW_EXTENT, ONE, ONE), Cost(bytes_per_row=vocab * 4, operations_per_row=vocab)
+        return Kernel(
+            "argmax", "argmax.cu.j2", p, block, grid, 0, cost, "greedy choice", cluster=p.cluster, early=("num_tokens",),
+            group="embedding and logits",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         read = (*reads_ints("num_tokens"), *reads_floats("logits"))
@@ -56,8 +59,11 @@ class SampleOp(Op):
     def kernel(self) -> Kernel:
         vocab, block = self.c.whole.vocab_size, block_for(self.c.whole.vocab_size // 4, 1024)
         p = Sample("sample", vocab, block)
-        cost = Cost(0, 40, 0)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
-        return Kernel("sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature")
+        cost = Cost(bytes_per_row=40)  # greedy rows, which return at once; a drawn row reads its logits some 30 times, from L2
+        return Kernel(
+            "sample", "sample.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, "seeded choice for rows with a temperature",
+            group="embedding and logits",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (

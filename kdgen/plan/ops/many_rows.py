@@ -123,6 +123,10 @@ class ManyRowsOp(Op):
         assert twin is not None
         return twin
 
+    @property
+    def row_groups(self) -> int:
+        return self.op.row_groups
+
     def arguments(self) -> tuple[Argument, ...]:
         found = self.op.arguments()
         if isinstance(self.op.kernel().params, RouterLogitsMma):  # which is a linear layer here
@@ -164,7 +168,7 @@ class _Blocks:
     def kernel(self, of: Kernel, twin: LinearWgmma, row_tiles: int) -> Kernel:
         grid = (Extent(per_tokens=self.tokens), Extent(-(-row_tiles // self.warps)), of.grid[2])
         summary = f"{of.summary}, for many rows"
-        return Kernel(twin.name, "linear_wgmma.cu.j2", twin, self.warps * 32, grid, self.smem, of.cost, summary, row_tiles)
+        return Kernel(twin.name, "linear_wgmma.cu.j2", twin, self.warps * 32, grid, self.smem, of.cost, summary, row_tiles, group=of.group)
 
 
 def _blocks(cols: int, ranges: int, per_sm: int = 1) -> _Blocks:
@@ -225,7 +229,10 @@ def _experts(kernel: Kernel, p: ExpertsMma) -> Kernel:
     )  # fmt: skip
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
     summary = f"{kernel.summary}, for many rows"
-    return Kernel(twin.name, "experts_wgmma.cu.j2", twin, WARPS * 32, (units, ONE, ONE), smem, kernel.cost, summary, kernel.row_tiles)
+    return Kernel(
+        twin.name, "experts_wgmma.cu.j2", twin, WARPS * 32, (units, ONE, ONE), smem, kernel.cost, summary, kernel.row_tiles,
+        group=kernel.group,
+    )  # fmt: skip
 
 
 def _combine(kernel: Kernel, p: MlaCombineWgmma) -> Kernel:
@@ -240,7 +247,9 @@ def _combine(kernel: Kernel, p: MlaCombineWgmma) -> Kernel:
     rows, _, _ = kernel.grid
     grid = (Extent(p.heads // 8), rows, ONE)
     summary = f"{kernel.summary}, for many rows"
-    return Kernel(twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, summary, early=kernel.early)
+    return Kernel(
+        twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, summary, early=kernel.early, group=kernel.group
+    )  # fmt: skip
 
 
 def _smem_comment(smem: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdgen.plan.ir import ONE, Arg, Cost, Kernel, RowKind
+from kdgen.plan.ir import ONE, Arg, Cost, Group, Kernel, RowKind
 from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, reads, stored, writes
 from kdgen.plan.tuning import CType, block_for
 
@@ -43,6 +43,7 @@ class RmsNormOp(Op):
     chosen: bool = False
     count: str = "num_tokens"
     count_is_ready: bool = True
+    group: Group = "norms and rows"
 
     @property
     def rows(self) -> RowKind:
@@ -53,12 +54,12 @@ class RmsNormOp(Op):
         vector = 1 if self.width % 4 or stride % 4 else 4
         block = block_for(self.width // vector, 1024)
         p = RmsNorm(self.name, self.width, stride, self.eps, mode.act, block, vector, self.count_is_ready, self.chosen)
-        cost = Cost(self.width * 4, self.width * (4 + mode.act_bytes), 4 * self.width)
+        cost = Cost(bytes_fixed=self.width * 4, bytes_per_row=self.width * (4 + mode.act_bytes), operations_per_row=4 * self.width)
         summary = "RMSNorm of the low-rank query" if self.x_stride else "RMSNorm of the residual"
         if self.chosen:
             summary += ", of rows that have logits"
         early = COUNT if self.count_is_ready else ()
-        return Kernel(self.name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary, early=early)
+        return Kernel(self.name, "rmsnorm.cu.j2", p, block, (ROW_EXTENT, ONE, ONE), 0, cost, summary, early=early, group=self.group)
 
     def arguments(self) -> tuple[Argument, ...]:
         listed = (reads("int", "row_list", buffer("logit_row")),) if self.chosen else ()

@@ -73,13 +73,19 @@ class Op(ABC):
         """Which rows the launch is over."""
         return "tokens"
 
+    @property
+    def row_groups(self) -> int:
+        """How many such launches divide the rows among them."""
+        return 1
+
     def lowered(self) -> tuple[Kernel | None, Launch]:
         """The kernel, with parameters, and the launch. A collective has no kernel."""
         arguments, kernel = self.arguments(), self.kernel()
         tiles = () if kernel.row_tiles is None else (number("row_tiles", kernel.row_tiles),)
         every = (*arguments, *tiles)
         kernel = replace(kernel, parameters=tuple(each.parameter for each in every))
-        return kernel, Launch(kernel.name, tuple(Bound(each.parameter.name, each.value) for each in every), self.rows)
+        bound = tuple(Bound(each.parameter.name, each.value) for each in every)
+        return kernel, Launch(kernel.name, bound, self.rows, self.row_groups)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

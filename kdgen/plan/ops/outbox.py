@@ -28,7 +28,7 @@ def outbox_of(kernel: Kernel, c: Context) -> Kernel:
     box = Outbox(ranks, width, column_blocks(width))
     name = kernel.name + SENT
     params = replace(cast(Any, kernel.params), name=name, outbox=box)
-    cost = kernel.cost + Cost(0, width * (8 * ranks - 4))
+    cost = kernel.cost + Cost(bytes_per_row=width * (8 * ranks - 4))
     return replace(kernel, name=name, params=params, cost=cost, summary=f"{kernel.summary}, sent to all ranks")
 
 

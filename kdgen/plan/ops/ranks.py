@@ -153,13 +153,15 @@ class RankSumOp(Op):
     def kernel(self) -> Kernel:
         name, width, ranks = "rank_sum_bias" if self.bias else "rank_sum", self.c.spec.hidden_size, self.c.shard.ranks
         block, bias = block_for(width), self.bias is not None
-        cost = Cost(width * 4 if bias else 0, width * 4 * (ranks + 2), width * ranks)
+        cost = Cost(bytes_fixed=width * 4 if bias else 0, bytes_per_row=width * 4 * (ranks + 2), operations_per_row=width * ranks)
         grid = (ROW_EXTENT, Extent(column_blocks(width)), ONE)
         summary = "the ranks' partial results added to the residual"
         if self.by_peers:
             peer = PeerSum(name, width, ranks, DIRECT_COPIES // (ranks - 1), bias, block)
-            return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory")
-        return Kernel(name, "rank_sum.cu.j2", RankSum(name, width, ranks, bias, block), block, grid, 0, cost, summary)
+            return Kernel(name, "peer_sum.cu.j2", peer, block, grid, 0, cost, f"{summary}, through their memory", group="sums over ranks")
+        return Kernel(
+            name, "rank_sum.cu.j2", RankSum(name, width, ranks, bias, block), block, grid, 0, cost, summary, group="sums over ranks"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         count = reads("int", "num_tokens", buffer(self.count))
@@ -186,7 +188,10 @@ class SumAndNormOp(Op):
         p = PeerSumNorm(added.name + NORMED, added.name, normed, self.c.shard.ranks, column_blocks(peer.width), peer.bias)
         cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
         early = (*COUNT, "inboxes", "rounds", "residual")
-        return Kernel(p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks, early=early)
+        return Kernel(
+            p.name, "peer_sum_norm.cu.j2", p, norm.block, norm.grid, 0, cost, summary, cluster=blocks, early=early, group="sums over ranks",
+            timing="behind its sender",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         bias = (stored("float", "bias", self.sum.bias),) if self.sum.bias else ()
@@ -209,9 +214,10 @@ class PeerArgmaxOp(Op):
     def kernel(self) -> Kernel:
         argmax, ranks = ArgmaxOp(self.c).kernel(), self.c.shard.ranks
         p = PeerArgmax("rank_argmax", cast(Argmax, argmax.params), ranks)
-        cost, summary = argmax.cost + Cost(0, 2 * (4 + 12 * ranks)), "greedy choice over the ranks, through their memory"
+        cost, summary = argmax.cost + Cost(bytes_per_row=2 * (4 + 12 * ranks)), "greedy choice over the ranks, through their memory"
         return Kernel(
-            p.name, "peer_argmax.cu.j2", p, argmax.block, argmax.grid, 0, cost, summary, cluster=argmax.cluster, early=argmax.early
+            p.name, "peer_argmax.cu.j2", p, argmax.block, argmax.grid, 0, cost, summary, cluster=argmax.cluster, early=argmax.early,
+            group="sums over ranks",
         )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -232,7 +238,10 @@ class RankChoiceOp(Op):
     def kernel(self) -> Kernel:
         ranks = self.c.shard.ranks
         p, grid = RankChoice("rank_choice", self.c.whole.vocab_size, ranks, 32), (Extent(per_tokens=32), ONE, ONE)
-        return Kernel("rank_choice", "rank_choice.cu.j2", p, 32, grid, 0, Cost(0, 8 * ranks + 4, ranks), "greedy choice over the ranks")
+        return Kernel(
+            "rank_choice", "rank_choice.cu.j2", p, 32, grid, 0, Cost(bytes_per_row=8 * ranks + 4, operations_per_row=ranks),
+            "greedy choice over the ranks", group="sums over ranks",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         gathered = reads("int", "gathered", buffer("choices"))
@@ -249,8 +258,10 @@ class PeerGatherOp(Op):
         width, ranks = self.c.spec.vocab_size, self.c.shard.ranks
         block = block_for(width)
         p, grid = PeerGather("gather_logits", width, ranks, block), (ROW_EXTENT, Extent(column_blocks(width)), ONE)
-        cost = Cost(0, width * (4 + 12 * ranks))
-        return Kernel(p.name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory")
+        cost = Cost(bytes_per_row=width * (4 + 12 * ranks))
+        return Kernel(
+            p.name, "peer_gather.cu.j2", p, block, grid, 0, cost, "rows of every rank, through its memory", group="sums over ranks"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
@@ -273,7 +284,10 @@ class RankLogitsOp(Op):
         vocab, ranks = self.c.spec.vocab_size, self.c.shard.ranks
         block = block_for(vocab)
         p, grid = RankLogits("rank_logits", vocab, ranks, block), (ROW_EXTENT, Extent(-(-vocab // block)), Extent(ranks))
-        return Kernel("rank_logits", "rank_logits.cu.j2", p, block, grid, 0, Cost(0, 8 * vocab * ranks), "the ranks' logits as rows")
+        return Kernel(
+            "rank_logits", "rank_logits.cu.j2", p, block, grid, 0, Cost(bytes_per_row=8 * vocab * ranks), "the ranks' logits as rows",
+            group="sums over ranks",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         gathered = reads("float", "gathered", buffer("logits_parts"))

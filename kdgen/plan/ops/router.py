@@ -128,14 +128,23 @@ class RouterLogitsOp(Op):
             warps = mma_warps(s.hidden_size)
             held = held_steps(s.hidden_size // 16 // warps, 8)
             mma = RouterLogitsMma("router_logits", s.hidden_size, experts, warps, held, TOKEN_TILES * 8)
-            cost = Cost(experts * s.hidden_size * 2, s.hidden_size * 2 + experts * 4, 2 * experts * s.hidden_size)
+            cost = Cost(
+                bytes_fixed=experts * s.hidden_size * 2, bytes_per_row=s.hidden_size * 2 + experts * 4,
+                operations_per_row=2 * experts * s.hidden_size,
+            )  # fmt: skip
             grid = (Extent(-(-experts // 16)), Extent(per_tokens=TOKEN_TILES * 8), ONE)
-            return Kernel("router_logits", "router_logits_mma.cu.j2", mma, warps * 32, grid, 0, cost, "router logits in float32")
+            return Kernel(
+                "router_logits", "router_logits_mma.cu.j2", mma, warps * 32, grid, 0, cost, "router logits in float32",
+                group="routed experts",
+            )  # fmt: skip
         block_experts, vector = 2, 4 if s.hidden_size % 4 == 0 else 1
         p = RouterLogits("router_logits", s.hidden_size, experts, GENERIC_TOKENS, block_experts, vector, mode.act)
-        cost = Cost(experts * s.hidden_size * 4, s.hidden_size * mode.act_bytes + experts * 4, 2 * experts * s.hidden_size)
+        cost = Cost(
+            bytes_fixed=experts * s.hidden_size * 4, bytes_per_row=s.hidden_size * mode.act_bytes + experts * 4,
+            operations_per_row=2 * experts * s.hidden_size,
+        )  # fmt: skip
         grid = (Extent(-(-experts // block_experts)), Extent(per_tokens=GENERIC_TOKENS), ONE)
-        return Kernel("router_logits", "router_logits.cu.j2", p, 256, grid, 0, cost, "router logits in float32")
+        return Kernel("router_logits", "router_logits.cu.j2", p, 256, grid, 0, cost, "router logits in float32", group="routed experts")
 
     def arguments(self) -> tuple[Argument, ...]:
         return *reads_ints("num_tokens"), reads(self.c.mode.act, "hidden"), _router(self.c, "weight"), writes("float", "logits", _LOGITS)
@@ -163,8 +172,10 @@ class RouterTopKOp(Op):
             topk_group=s.topk_group, group_top2=s.topk_method == "noaux_tc", softmax=softmax, has_bias=s.has_router_bias,
             normalise=s.norm_topk_prob, routed_scaling=s.routed_scaling_factor, scoring_comment=comment,
         )  # fmt: skip
-        cost = Cost(experts * 4, experts * 4 + s.num_experts_per_tok * 8, experts * 8)
-        return Kernel("router_topk", "router_topk.cu.j2", p, 32, (ROW_EXTENT, ONE, ONE), 0, cost, "expert choice and weights")
+        cost = Cost(bytes_fixed=experts * 4, bytes_per_row=experts * 4 + s.num_experts_per_tok * 8, operations_per_row=experts * 8)
+        return Kernel(
+            "router_topk", "router_topk.cu.j2", p, 32, (ROW_EXTENT, ONE, ONE), 0, cost, "expert choice and weights", group="routed experts"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return *reads_ints("num_tokens"), *self.choosing("logits")
@@ -183,7 +194,10 @@ class MoeSortOp(Op):
         experts, top_k = self.c.spec.n_routed_experts or 0, self.c.spec.num_experts_per_tok
         block = block_for(experts, min(512, SORT_BYTES // (experts * 4) * 32))
         p = MoeSort("moe_sort", experts, top_k, block)
-        return Kernel("moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(0, top_k * 8, 0), "assignments grouped by expert")
+        return Kernel(
+            "moe_sort", "moe_sort.cu.j2", p, block, (ONE, ONE, ONE), 0, Cost(bytes_per_row=top_k * 8), "assignments grouped by expert",
+            group="routed experts",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return *reads_ints("num_tokens topk_experts"), *_LISTS
@@ -230,7 +244,9 @@ class LinearAndChoiceOp(Op):
         grid = (replace(tiles, times=tiles.times + 1), tokens, batch)
         cost, summary = down.cost + topk.cost + sort.cost, f"{down.summary}; beside it, expert choice and assignments by expert"
         smem = max(down.smem, smem)
-        return Kernel(p.name, "linear_and_choice.cu.j2", p, down.block, grid, smem, cost, summary, down.row_tiles, early=COUNT)
+        return Kernel(
+            p.name, "linear_and_choice.cu.j2", p, down.block, grid, smem, cost, summary, down.row_tiles, early=COUNT, group=down.group
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return *self.down.arguments(), *RouterTopKOp(self.c).choosing("router_logits"), *_LISTS

@@ -53,8 +53,10 @@ class ChainRowsOp(Op):
     from_root: bool
 
     def kernel(self) -> Kernel:
-        p, cost = ChainRows("chain_rows", 64), Cost(0, 16, 0)
-        return Kernel("chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, cost, "row metadata of runs of tokens")
+        p, cost = ChainRows("chain_rows", 64), Cost(bytes_per_row=16)
+        return Kernel(
+            "chain_rows", "chain_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, cost, "row metadata of runs of tokens", timing="in steps"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
@@ -71,7 +73,7 @@ class LogitRowsOp(Op):
     """Which rows of a prefill have logits: as many of each sequence's last ones as the host asks for."""
 
     def kernel(self) -> Kernel:
-        p, cost = LogitRows("logit_rows", 64), Cost(0, 20, 0)
+        p, cost = LogitRows("logit_rows", 64), Cost(bytes_per_row=20)
         return Kernel("logit_rows", "logit_rows.cu.j2", p, 64, (ONE, ONE, ONE), 0, cost, "token rows that have logits")
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -86,7 +88,9 @@ class AdvanceOp(Op):
     begin: Literal["step_begin", "logit_begin"]
 
     def kernel(self) -> Kernel:
-        return Kernel("advance", "advance.cu.j2", Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits runs of tokens")
+        return Kernel(
+            "advance", "advance.cu.j2", Advance("advance"), 32, (ONE, ONE, ONE), 0, Cost(), "commits runs of tokens", timing="in steps"
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         begin = reads("int", "logit_begin", buffer(self.begin))
@@ -103,9 +107,9 @@ class EmbedOp(Op):
     def kernel(self) -> Kernel:
         s, block = self.c.spec, block_for(self.c.spec.hidden_size)
         p = Embed("embed", s.hidden_size, s.vocab_size, not self.c.shard.whole, block)
-        cost = Cost(0, s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)))
+        cost = Cost(bytes_per_row=s.hidden_size * (4 + (4 if s.dtype == "float32" else 2)))
         grid = (ROW_EXTENT, Extent(column_blocks(s.hidden_size)), ONE)
-        kernel = Kernel("embed", "embed.cu.j2", p, block, grid, 0, cost, "token embedding into the residual")
+        kernel = Kernel("embed", "embed.cu.j2", p, block, grid, 0, cost, "token embedding into the residual", group="embedding and logits")
         return outbox_of(kernel, self.c) if self.outbox else kernel
 
     def arguments(self) -> tuple[Argument, ...]:

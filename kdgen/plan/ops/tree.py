@@ -111,7 +111,10 @@ class TopKPartsOp(Op):
         vocab, (block, lane_tokens) = self.c.whole.vocab_size, top_k_part(self.c.whole.vocab_size)
         p = TopKParts("top_k_parts", vocab, MAX_PATH, MAX_CANDIDATES, lane_tokens, block)
         grid = (ROW_EXTENT, Extent(top_k_parts(vocab)), SEQUENCE_EXTENT)
-        return Kernel(p.name, "top_k_parts.cu.j2", p, block, grid, 0, Cost(0, 4 * vocab, 2 * vocab), "candidates of each part")
+        return Kernel(
+            p.name, "top_k_parts.cu.j2", p, block, grid, 0, Cost(bytes_per_row=4 * vocab, operations_per_row=2 * vocab),
+            "candidates of each part",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         logits = reads("float", "logits", buffer("draft_logits"))
@@ -126,7 +129,7 @@ class TopKOp(Op):
         vocab, parts = self.c.whole.vocab_size, top_k_parts(self.c.whole.vocab_size)
         smem = (parts * (MAX_CANDIDATES + 1) + MAX_CANDIDATES) * 8
         p = TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, parts, 256, f"{smem} bytes")
-        grid, cost = (ROW_EXTENT, SEQUENCE_EXTENT, ONE), Cost(0, parts * (8 * MAX_CANDIDATES + 8))
+        grid, cost = (ROW_EXTENT, SEQUENCE_EXTENT, ONE), Cost(bytes_per_row=parts * (8 * MAX_CANDIDATES + 8))
         return Kernel("top_k", "top_k.cu.j2", p, 256, grid, smem, cost, "candidates of each draft row")
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -145,7 +148,10 @@ class TreeBuildOp(Op):
 
     def kernel(self) -> Kernel:
         p, grid = TreeBuild("tree_build", MAX_NODES, MAX_PATH, MAX_CANDIDATES), (SEQUENCE_EXTENT, ONE, ONE)
-        return Kernel("tree_build", "tree_build.cu.j2", p, 32, grid, 0, Cost(0, 20, 0), "best-first draft tree")
+        return Kernel(
+            "tree_build", "tree_build.cu.j2", p, 32, grid, 0, Cost(bytes_per_row=20), "best-first draft tree", group="tree",
+            timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
@@ -161,8 +167,11 @@ class TreeRowsOp(Op):
     """Where each node of the step's trees stands, and its path."""
 
     def kernel(self) -> Kernel:
-        p, cost = TreeRows("tree_rows", MAX_NODES, MAX_PATH, 64), Cost(0, 20 + MAX_PATH * 4, 0)
-        return Kernel("tree_rows", "tree_rows.cu.j2", p, 64, (SEQUENCE_EXTENT, ONE, ONE), 0, cost, "row metadata of trees")
+        p, cost = TreeRows("tree_rows", MAX_NODES, MAX_PATH, 64), Cost(bytes_per_row=20 + MAX_PATH * 4)
+        return Kernel(
+            "tree_rows", "tree_rows.cu.j2", p, 64, (SEQUENCE_EXTENT, ONE, ONE), 0, cost, "row metadata of trees", group="tree",
+            timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
@@ -179,7 +188,10 @@ class TreeAcceptOp(Op):
 
     def kernel(self) -> Kernel:
         p, grid = TreeAccept("tree_accept", MAX_NODES, MAX_PATH), (SEQUENCE_EXTENT, ONE, ONE)
-        return Kernel("tree_accept", "tree_accept.cu.j2", p, 32, grid, 0, Cost(0, 12, 0), "greedy walk through each tree")
+        return Kernel(
+            "tree_accept", "tree_accept.cu.j2", p, 32, grid, 0, Cost(bytes_per_row=12), "greedy walk through each tree", group="accept",
+            timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         tree = reads_ints("step_count step_sequence step_begin tree_size tree_token tree_parent next_token")
@@ -195,8 +207,11 @@ class KvCompactOp(Op):
         block = block_for(s.cache_row_dim, 128)
         p = KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, mode.act, mode.wgmma, block)
         grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
-        cost = Cost(0, 2 * s.num_hidden_layers * s.cache_row_dim * mode.act_bytes, 0)
-        return Kernel("kv_compact", "kv_compact.cu.j2", p, block, grid, 0, cost, "accepted cache rows to their positions")
+        cost = Cost(bytes_per_row=2 * s.num_hidden_layers * s.cache_row_dim * mode.act_bytes)
+        return Kernel(
+            "kv_compact", "kv_compact.cu.j2", p, block, grid, 0, cost, "accepted cache rows to their positions", group="accept",
+            timing="in steps",
+        )  # fmt: skip
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
