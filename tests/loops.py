@@ -145,7 +145,7 @@ def load_counted(backend: CpuBackend, plan: Plan) -> None:
     """Load the kernels of ``plan`` with their loops counted."""
     sources = []
     for kernel in plan.kernels:
-        text = _environment().get_template(kernel.template).render(p=kernel.params)
+        text = _environment().get_template(kernel.template).render(p=kernel.params, signature=kernel.signature)
         counter = _COUNTER.format(name=kernel.name, loops=len(loops()))
         opening = f"namespace {kernel.name} {{"
         text = text.replace(opening, f"{counter}\n{opening}", 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from kdgen.backends import backend_names, open_backend
-from kdgen.backends import cuda as cuda_module
 from kdgen.backends.cpu import CpuBackend
 from kdgen.backends.cuda import CudaBackend
 from kdgen.backends.gpu import Gpu, cuda_unusable, find_gpu, use_gpu
@@ -126,7 +125,8 @@ def test_looking_imports_nothing_heavy() -> None:
 
 
 def test_the_default_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_module, "find_gpu", lambda: "none today")
+    for module in ("kdgen.backends.gpu", "kdgen.backends.cuda"):
+        monkeypatch.setattr(f"{module}.find_gpu", lambda: "none today")
     assert open_backend().name == "cpu"
     with pytest.raises(BackendError, match="none today"):
         open_backend("cuda")

@@ -172,7 +172,8 @@ def same_structure(spec: Spec, small: Spec) -> None:
     assert bool(mma_obstacles(small)) == bool(mma_obstacles(spec))
     for compute in ("f32",) if mma_obstacles(spec) else ("f32", "bf16"):
         kernels, small_kernels = build_plan(spec, compute).kernels, build_plan(small, compute).kernels  # type: ignore[arg-type]
-        assert [(kernel.name, kernel.template) for kernel in small_kernels] == [(kernel.name, kernel.template) for kernel in kernels]
+        # in any order: where a drafter reads another layer, its capture stands elsewhere among the first launches
+        assert {(kernel.name, kernel.template) for kernel in small_kernels} == {(kernel.name, kernel.template) for kernel in kernels}
     assert build_plan(small).compute == build_plan(spec).compute
     for field in ("attention_bias", "has_router_bias", "scoring_func", "tie_word_embeddings", "rope_scaling", "rope_interleave", "dtype"):
         assert getattr(small, field) == getattr(spec, field), field
