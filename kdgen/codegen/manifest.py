@@ -16,7 +16,7 @@ from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import Plan
 
 #: Raise it when the manifest's structure changes.
-MANIFEST_SCHEMA = "kdgen.manifest/2"
+MANIFEST_SCHEMA = "kdgen.manifest/3"
 
 
 def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | None, clang_format: str) -> str:
