@@ -55,6 +55,11 @@ def targets() -> tuple[Target, ...]:
     )
 
 
+def smem_limit(family: Family) -> int:
+    """Bytes of shared memory that a block has on every target of ``family``: one plan serves all of them."""
+    return min(target.smem_per_block for target in targets() if family in ("generic", target.family))
+
+
 def target_for(arch: str) -> Target:
     """The target called ``arch``.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kdgen.plan.arch import smem_limit
 from kdgen.plan.key_splits import Splits
-from kdgen.plan.tuning import CLUSTER, SMEM_LIMIT, Mode
+from kdgen.plan.tuning import CLUSTER, SMS, Mode
 from kdgen.spec.model import Spec
 
 
@@ -26,8 +27,8 @@ def mma_obstacles(spec: Spec) -> tuple[str, ...]:
         for name in ("query_width", "intermediate_size", "feature_width"):
             widths[f"draft.{name}"] = getattr(spec.draft, name)
     found = [f"{name} {width} is no multiple of 16" for name, width in widths.items() if width % 16]
-    if attention_smem(spec) > SMEM_LIMIT:
-        found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {SMEM_LIMIT}")
+    if attention_smem(spec) > (most := smem_limit("generic")):
+        found.append(f"attention tiles need {attention_smem(spec)} bytes of shared memory, more than {most}")
     return tuple(found)
 
 
@@ -41,10 +42,10 @@ WGMMA_TILE = 64  # heads, keys and columns of mla_attention_wgmma's tiles
 WGMMA_LATENTS = (128, 512)  # of which half are the columns of one of its value MMAs
 #: Most blocks, by latent: one on each of an H200's multiprocessors. Small models have few, so that their tests give a block several
 #: rows and splits.
-WGMMA_BLOCKS = {128: 4, 512: 132}
+WGMMA_BLOCKS = {128: 4, 512: SMS}
 #: Token rows of one attention launch, by latent, for the sake of the memory that partial values take: at K2.6's width and 32,768 keys
 #: 5 MiB a row. Four for each of an H200's multiprocessors; small models have few, so that their tests cross them.
-ATTENTION_ROWS = {128: 40, 512: 528}
+ATTENTION_ROWS = {128: 40, 512: 4 * SMS}
 #: What the start of another tile of heads costs, in tiles of keys. On an H200 a row takes 20 µs with splits of 256 keys and 28 with 512,
 #: the combine included: 2 µs a tile of 64 keys, and 7 or so before and after them.
 WGMMA_START_TILES = 4
@@ -124,5 +125,5 @@ COMBINE_TOKENS = {128: 16, 512: 64}
 
 def blocks_of_head(spec: Spec) -> int:
     """Blocks of the cluster that joins a head's splits and multiplies: as many as let all heads' run at once on an H200."""
-    most = min(CLUSTER, 132 // spec.num_attention_heads, spec.kv_lora_rank // 64)
+    most = min(CLUSTER, SMS // spec.num_attention_heads, spec.kv_lora_rank // 64)
     return next((blocks for blocks in (8, 4, 2) if blocks <= most), 1)

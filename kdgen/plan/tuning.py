@@ -10,10 +10,7 @@ from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
 
 CType = Literal["float", "bf16"]  #: the C++ type of activations, cache rows, weights or outputs
-#: Shared memory every target has for one block: 99 KiB, the sm_86/sm_89/sm_120 limit. One plan then serves all of them.
-SMEM_LIMIT = 99 * 1024
-#: The same of sm_90a, whose plans alone use wgmma.
-WGMMA_SMEM_LIMIT = 227 * 1024
+SMS = 132  #: multiprocessors of an H200, which plans are tuned for
 
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 #: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj

@@ -14,13 +14,14 @@ import pytest
 from kdgen.codegen.render import render
 from kdgen.errors import KdgenError
 from kdgen.files.resources import specs_dir, templates_dir
+from kdgen.plan.arch import smem_limit
 from kdgen.plan.build import build_plan
 from kdgen.plan.derive import OpProgram, derive
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan, Workload
 from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.plan.step import Ops, norm
-from kdgen.plan.tuning import SMEM_LIMIT, mode_of
+from kdgen.plan.tuning import mode_of
 from kdgen.spec.model import load_spec
 
 SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
@@ -137,7 +138,7 @@ def test_names_are_unique_and_sizes_possible(spec: str, compute: Compute) -> Non
         names = [thing.name for thing in things]
         assert len(names) == len(set(names))
     for kernel in plan.kernels:
-        assert kernel.block % 32 == 0 and 32 <= kernel.block <= 1024 and 0 <= kernel.smem <= SMEM_LIMIT
+        assert kernel.block % 32 == 0 and 32 <= kernel.block <= 1024 and 0 <= kernel.smem <= smem_limit("generic")
         assert all(extent.value(1, 1) >= 1 for extent in kernel.grid)
         assert all(
             limit >= extent.value(64, plan.limits.capacity) for limit, extent in zip((2**31 - 1, 65535, 65535), kernel.grid, strict=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kdgen.plan.arch import smem_limit
 from kdgen.plan.expert_tiling import EVEN_ASSIGNMENTS, EXPERT_TOKEN_TILES, MORE_COST, READING_COST, expert_split, expert_step
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_weight, reads, reads_floats, reads_ints, stored, writes
 from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
-from kdgen.plan.tuning import GENERIC_TOKENS, SMEM_LIMIT, WGMMA_SMEM_LIMIT, CType, block_for, input_slices
+from kdgen.plan.tuning import GENERIC_TOKENS, CType, block_for, input_slices
 
 #: The routed experts by their assignments, which the kernel that makes them hands over to those behind it.
 LISTS = ("num_active", "active_expert", "active_begin", "active_end")
@@ -114,7 +115,7 @@ class ExpertsOp(Op):
         warps, held, ring = expert_split(steps, step_bytes, 8 if int4 else 2, mode.wgmma)
         group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
         lists = -(-3 * 4 * (s.n_routed_experts or 0) // 16) * 16
-        most = WGMMA_SMEM_LIMIT if mode.wgmma else SMEM_LIMIT
+        most = smem_limit("sm_90a" if mode.wgmma else "generic")
         groups = next(n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes + lists <= most)
         blocks_per_sm = 16 // (groups * warps)
         p = ExpertsMma(
