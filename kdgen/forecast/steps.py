@@ -7,7 +7,6 @@ Steps take longer: docs/performance.md has by how much. What is assumed beyond t
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from kdgen.errors import KdgenError
 from kdgen.forecast.expert_placement import Placement, placements
 from kdgen.forecast.gpus import READ_FRACTION, RESERVED_BYTES, GpuModel
-from kdgen.plan.build import build_plan
+from kdgen.plan.build import buffers_at, build_plan
 from kdgen.plan.floors import draft_bytes, expected_experts, workload
 from kdgen.plan.ir import MAX_NODES, Compute, Family, Group, Kernel, Limits, Plan
 from kdgen.plan.ops.ranks import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
@@ -161,7 +160,6 @@ def expected_tokens(acceptance: float, depths: int, most: int) -> list[float]:
 # ---- memory -------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def _plan(spec: Spec, compute: Compute | None, ranks: int, context: int, family: Family) -> Plan:
     return build_plan(spec, compute, Limits(max_context=context), Shard(ranks, 0, "peer" if ranks > 1 else "gather")).on(family)
 
@@ -181,7 +179,7 @@ def _longest_context(spec: Spec, plan: Plan, room: int) -> int:
     """The longest context whose buffers take no more than ``room`` bytes, 0 when none does."""
 
     def too_long(context: int) -> bool:
-        return sum(buffer.bytes for buffer in _plan(spec, plan.compute, plan.shard.ranks, context, plan.family).buffers) > room
+        return sum(buffer.bytes for buffer in buffers_at(plan, spec, context)) > room
 
     return bisect.bisect_left(range(1, spec.max_position_embeddings + 1), True, key=too_long)
 
@@ -194,7 +192,8 @@ def _fewest_ranks(spec: Spec, compute: Compute | None, gpu: GpuModel, context: i
             plan = _plan(spec, compute, ranks, context, gpu.target.family)
         except KdgenError:  # a part too narrow for tensor cores
             continue
-        if _memory(spec, plan, gpu).fits:
+        tensors = (*plan.weights, *plan.draft_weights)
+        if sum(each.total_bytes for each in tensors) + sum(each.bytes for each in plan.buffers) + RESERVED_BYTES <= gpu.memory_bytes:
             return ranks
     return 0
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from kdgen.errors import KdgenError
 from kdgen.plan.attention import has_wgmma_shapes, mma_obstacles
 from kdgen.plan.derive import derive, of_larger_limits, op_programs
-from kdgen.plan.ir import Compute, Family, Limits, Plan
+from kdgen.plan.ir import Buffer, Compute, Family, Limits, Plan
 from kdgen.plan.memory import buffers
 from kdgen.plan.ops.attention import fuses_combine_and_w_uv
 from kdgen.plan.ops.many_rows import TILED_ROWS
 from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft
-from kdgen.plan.tuning import mode_of
+from kdgen.plan.tuning import Mode, mode_of
 from kdgen.plan.weights import draft_weights, weights
 from kdgen.spec.model import Spec
 
@@ -57,9 +57,20 @@ def own_kernels(special: Plan, plan: Plan) -> Plan:
     return replace(special, kernels=tuple(kernel for kernel in special.kernels if kernel not in plan.kernels))
 
 
+def buffers_at(plan: Plan, spec: Spec, max_context: int) -> tuple[Buffer, ...]:
+    """The buffers that ``plan``, which was built for ``spec``, has at another context: the same ones in other sizes."""
+    limits = replace(plan.limits, max_context=max_context)
+    c = Context(spec, part_of(spec, plan.shard.ranks), _mode(spec, plan.compute, plan.family), limits, plan.shard)
+    return buffers(c, frozenset(buffer.name for buffer in plan.buffers))
+
+
+def _mode(spec: Spec, compute: Compute, family: Family) -> Mode:
+    return replace(mode_of(spec, compute), wgmma=family == "sm_90a")
+
+
 def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard: Shard, family: Family) -> Plan:
     part = part_of(spec, shard.ranks)
-    mode, obstacles = replace(mode_of(spec, compute), wgmma=family == "sm_90a"), mma_obstacles(part)
+    mode, obstacles = _mode(spec, compute, family), mma_obstacles(part)
     notes = [f"{compute} path: {'tensor cores (mma.sync m16n8k16)' if compute == 'bf16' else 'generic float32, any dims'}"]
     if obstacles:
         notes.append("no tensor-core path: " + "; ".join(obstacles))

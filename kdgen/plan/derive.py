@@ -100,14 +100,19 @@ def derive(programs: Sequence[OpProgram], besides: Sequence[Op] = ()) -> Derived
         buffers.update(bound.arg.name for bound in launched.args if bound.arg.kind in ("buffer", "layer_buffer", "ranks"))
         return launched
 
-    lowered = tuple(
-        Program(program.name, tuple(Stage(tuple(map(launch, stage.ops)), stage.layers) for stage in program.stages)) for program in programs
-    )
+    lowered: dict[int, Stage] = {}  # by identity, for programs share stages
+
+    def lower(stage: Ops) -> Stage:
+        if id(stage) not in lowered:
+            lowered[id(stage)] = Stage(tuple(map(launch, stage.ops)), stage.layers)
+        return lowered[id(stage)]
+
+    found = tuple(Program(program.name, tuple(map(lower, program.stages))) for program in programs)
     for op in besides:
         kernel, _ = op.lowered()
         if kernel is not None:
             kernels.setdefault(kernel.name, kernel)
-    return Derived(tuple(kernels.values()), lowered, tuple(gathers.values()), frozenset(buffers))
+    return Derived(tuple(kernels.values()), found, tuple(gathers.values()), frozenset(buffers))
 
 
 def _gather(op: Op) -> Gather | None:

@@ -153,10 +153,10 @@ RANKS = [
             'number("first_token", (self.c.shard.ranks - 1 - self.c.shard.rank) * self.c.spec.vocab_size), writes("int", "choice")',
         ),
     ),
-    *seen_by(
+    *tested_by(
         "ranks",
         "kdgen/plan/ops/ranks.py",
-        ("2 ranks", "3 ranks", "4 ranks"),
+        "tests/unit/test_plan.py",
         (
             "an inbox of logits lies by the step's rows",
             '"inbox_logits", "inbox_rows", self.most)',

@@ -15,7 +15,7 @@ from kdgen.codegen.render import render
 from kdgen.errors import KdgenError
 from kdgen.files.resources import specs_dir, templates_dir
 from kdgen.plan.arch import smem_limit
-from kdgen.plan.build import build_plan
+from kdgen.plan.build import buffers_at, build_plan
 from kdgen.plan.derive import OpProgram, derive
 from kdgen.plan.ir import ITEM_BYTES, Arg, Compute, Limits, Plan, Workload
 from kdgen.plan.ops.op import Context
@@ -89,6 +89,20 @@ def test_every_launch_fits_its_kernel(spec: str, compute: Compute) -> None:
                 assert {"row_tiles": kernel.row_tiles}.items() <= {each.parameter: each.arg.value for each in launch.args}.items()
             for arg, parameter in zip(launch.in_order(kernel), parameters[launch.kernel], strict=True):
                 check(arg, parameter, layer)
+
+
+def test_inboxes_hold_the_rows_by_which_ranks_find_their_places() -> None:
+    plan = build_plan(load_spec("tiny"), "f32", Limits(max_context=64, max_tokens=2 * Limits().max_logits), Shard(2, 1, "peer"))
+    buffers, found = {buffer.name: buffer for buffer in plan.buffers}, set()
+    for program in plan.programs:
+        for launch, _ in program.launches():
+            given = {each.parameter: each.arg for each in launch.args}
+            for arg in given.values():
+                if arg.kind == "ranks":
+                    rows = next(given[name] for name in ("inbox_rows", "rows") if name in given)
+                    assert rows.value <= buffers[arg.name].shape[2], (program.name, launch.kernel)
+                    found.add(arg.name)
+    assert found == {"inbox_sum", "inbox_choice", "inbox_logits"}
 
 
 def test_a_launch_binds_by_name_and_no_other_order_counts() -> None:
@@ -235,6 +249,16 @@ def test_features_are_captured_behind_their_layers() -> None:
             written = [i for i, (kernel, of) in enumerate(order) if kernel in ("down_proj", "moe_combine") and of == layer]
             following = [i for i, (kernel, of) in enumerate(order) if kernel == "q_b_proj" and of == layer + 1]
             assert max(written) < at < min(following)
+
+
+@EVERY
+def test_buffers_at_another_context_are_those_of_a_plan_for_it(spec: str, compute: Compute) -> None:
+    name, _, shared = spec.partition("@")
+    model, plan = load_spec(name), plan_of(spec, compute)
+    for context in (1, 65, model.max_position_embeddings):
+        for each in (plan, *plan.special):
+            there = build_plan(model, compute, Limits(max_context=context), each.shard)
+            assert buffers_at(each, model, context) == there.on(each.family).buffers
 
 
 def test_directories() -> None:
