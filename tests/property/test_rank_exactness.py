@@ -1,4 +1,8 @@
-"""L1 to L5 among ranks: processes that share a model decode with draft trees what they decode plainly, bit for bit."""
+"""L1 to L5 among ranks: processes that share a model decode with draft trees what they decode plainly, bit for bit.
+
+The default ``kdgen verify`` compares all numbers of ranks, both exchanges and both compute types. Here every kind of model has
+one case, and each exchange several.
+"""
 
 from __future__ import annotations
 
@@ -25,44 +29,35 @@ def twelve() -> Spec:
     return Spec.from_mapping(load_spec("tiny").model_dump(mode="json") | TWELVE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks(ranks: int) -> None:
-    checks = check_ranks(twelve(), "f32", ranks, situations=2, seed=ranks)
+    checks = check_ranks(twelve(), "f32", ranks, situations=1, seed=ranks)
     assert not problems(checks)
     logits = checks[0]
     assert "float64 reference" in logits.name and logits.figure is not None
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("tiny", 4), ("tiny2", 2)])
-def test_the_oracles_tokens(case: str, ranks: int) -> None:
-    found = next(each for each in model_cases() if each.name == case)
-    checks = check_ranks(load_config(found.folder), "f32", ranks, case, situations=1)
+def test_the_oracles_tokens() -> None:
+    found = next(each for each in model_cases() if each.name == "tiny")
+    checks = check_ranks(load_config(found.folder), "f32", 4, found.name, situations=1)
     assert not problems(checks)
     assert any("oracle's greedy tokens" in check.name for check in checks)
 
 
-def test_a_drafter_on_every_rank() -> None:
-    assert not problems(check_ranks(load_spec("tiny-dflash"), "f32", 2, situations=1))
-
-
-@pytest.mark.parametrize("compute", ["f32", "bf16"])
-def test_int4_experts_and_biases(compute: Compute) -> None:
+def test_int4_experts_and_biases() -> None:
     spec = next(spec for spec in variants() if spec.name == "tiny-v2")
-    assert not problems(check_ranks(spec, compute, 2, situations=1))
+    assert not problems(check_ranks(spec, "bf16", 2, situations=1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_of_few_heads_on_wgmma(ranks: int) -> None:
-    """Tiles of 64, 32 and 16 heads a token row, as plans for sm_90a have them, with splits of 64 keys."""
+    """Tiles of 32 and 16 heads a token row, as plans for sm_90a have them, with splits of 64 keys."""
     tiny = next(spec for spec in variants() if spec.name == "tiny-wgmma")
     spec = Spec.from_mapping(tiny.model_dump(mode="json") | {"name": "rank-wgmma", "moe_intermediate_size": 64, "num_hidden_layers": 1})
-    assert not problems(check_ranks(spec, "bf16", ranks, situations=3, family="sm_90a"))
+    assert not problems(check_ranks(spec, "bf16", ranks, situations=2, family="sm_90a"))
 
 
-@pytest.mark.parametrize(
-    ("name", "compute", "ranks"),
-    [("tiny2", "f32", 2), ("tiny-v2", "bf16", 2), ("tiny-dflash", "bf16", 2), ("twelve", "f32", 3), ("twelve", "f32", 4)],
-)
+@pytest.mark.parametrize(("name", "compute", "ranks"), [("tiny-dflash", "bf16", 2), ("twelve", "f32", 3)])
 def test_through_the_ranks_memory(name: str, compute: Compute, ranks: int) -> None:
     """The kernels that send words to the other ranks and wait for theirs. Decoding normalises in those that sum, prefill does not, and
     their bits are equal."""

@@ -253,7 +253,7 @@ def test_features_are_captured_behind_their_layers() -> None:
 
 @EVERY
 def test_buffers_at_another_context_are_those_of_a_plan_for_it(spec: str, compute: Compute) -> None:
-    name, _, shared = spec.partition("@")
+    name, _, _ = spec.partition("@")
     model, plan = load_spec(name), plan_of(spec, compute)
     for context in (1, 65, model.max_position_embeddings):
         for each in (plan, *plan.special):

@@ -82,8 +82,9 @@ def test_attention_goes_through_rows_in_groups() -> None:
         assert not any(launch.kernel == "row_groups" for launch, _ in plan.program(name).launches())
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-shuffled"])
-@pytest.mark.parametrize("name", ["tiny-wgmma", "tiny-wgmma-8", "tiny-wgmma-int4"])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("tiny-wgmma", "cpu"), ("tiny-wgmma-8", "cpu-shuffled"), ("tiny-wgmma-int4", "cpu-shuffled")]
+)
 def test_chunks_on_both_sides_of_the_threshold(name: str, backend: str) -> None:
     """L3: whichever kernels a chunk went through, rows have the bits that they have token by token."""
     spec, plan = VARIANTS[name], plan_of(name)
