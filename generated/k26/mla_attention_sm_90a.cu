@@ -2,7 +2,7 @@
 // Spec: k26, sha256 ee66264d881f3a6a. Regenerate: kdgen build k26
 
 // Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
-// group of them. Which splits of which rows a block visits, attention_shares has said. In a block, two warps fill
+// group of them. attention_schedule says which splits of which rows a block works on. In a block, two warps fill
 // each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and
 // probabilities of every other tile, and half of the value columns of all: one's products run while the other weighs
 // scores.
@@ -54,42 +54,51 @@ __device__ __forceinline__ int split_begin(int split) {
   if (split >= 32) return 8192 + (split - 32) * 512;
   return split * 256;
 }
-constexpr int VISITS = 8;              // most of a block
-constexpr int SHARE = 1 + 2 * VISITS;  // pieces of memory: how many visits, and two for each
-// Token rows from `row` on, all of which see the keys of these splits.
-struct Visit {
+constexpr int MAX_ITEMS = 8;  // work items of a block at most
+// Splits [begin_split, end_split) of the keys, for token rows [row, row + rows). Each of these rows sees all keys of the
+// splits, except that a last split may end early, at `keys`.
+struct alignas(16) WorkItem {
   int row, rows, begin_split, end_split;
-  int sequence, prefix, keys, old_keys;  // `keys`: the end of what they see; old: not of this step
+  int sequence;  // whose cache holds the keys
+  int prefix;  // keys at positions below this lie in the cache by position, later ones by the path of the row
+  int keys;    // the rows see keys at positions below this
+  int old_keys;  // keys at positions below this were written by earlier steps
 };
-struct Share {
-  const int4* pieces;
-  int visits;  // there is one always, which may be empty
-  Visit first;
+// What one block works on.
+struct Schedule {
+  // At least 1, so that the first item can be read without waiting for the count: a block without work has one without splits.
+  alignas(16) int count;
+  WorkItem items[MAX_ITEMS];
 };
-__device__ __forceinline__ Visit read_visit(const int4* pieces, int visit) {
-  const int4 rows = pieces[1 + 2 * visit], seen = pieces[2 + 2 * visit];
-  return {rows.x, rows.y, rows.z, rows.w, seen.x, seen.y, seen.z, seen.w};
+static_assert(sizeof(Schedule) == 272, "the plan's buffer has this many bytes for each block");
+
+// What the calling block works on, the first item in registers.
+struct BlockWork {
+  const WorkItem* items;
+  int count;
+  WorkItem first;
+};
+__device__ __forceinline__ BlockWork read_work(const Schedule* schedules) {
+  const Schedule* mine = schedules + blockIdx.x;
+  return {mine->items, mine->count, *mine->items};
 }
-__device__ __forceinline__ Share read_share(const int4* shares) {
-  const int4* pieces = shares + blockIdx.x * SHARE;
-  return {pieces, pieces[0].x, read_visit(pieces, 0)};
-}
-// Calls body(visit, split, first key, end of keys, whether its rows are others than before) for what this block has
-// to do.
+
+// Calls body(item, split, first key, end of the keys, whether the rows are others than in the call before) for all that
+// the block works on.
 template <class Body>
-__device__ __forceinline__ void for_splits_of_block(const Share& share, Body body) {
-  Visit visit = share.first;
+__device__ __forceinline__ void for_splits_of_block(const BlockWork& work, Body body) {
+  WorkItem item = work.first;
   bool other_rows = true;
   for (int i = 1;; ++i) {
 #pragma unroll 1
-    for (int split = visit.begin_split; split < visit.end_split; ++split) {
-      body(visit, split, split_begin(split), min(split_begin(split + 1), visit.keys), other_rows);
+    for (int split = item.begin_split; split < item.end_split; ++split) {
+      body(item, split, split_begin(split), min(split_begin(split + 1), item.keys), other_rows);
       other_rows = false;
     }
-    if (i >= share.visits) break;
-    const Visit next = read_visit(share.pieces, i);
-    other_rows = next.row != visit.row || next.rows > visit.rows;  // the first ones of a tile may stay
-    visit = next;
+    if (i >= work.count) break;
+    const WorkItem next = work.items[i];
+    other_rows = next.row != item.row || next.rows > item.rows;  // queries of a group include its first row's
+    item = next;
   }
 }
 // Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at a largest score, in bfloat16 as the
@@ -214,7 +223,7 @@ __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const fl
 
 // What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and its half of all value columns.
 template <int WARPGROUP>
-__device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16* split_values,
+__device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf16* split_values,
                                        float* split_max, float* split_sum, int max_splits) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, head_tile = blockIdx.y;
   const int first_head = warp * 16 + lane / 4;  // of the tile, and another one 8 behind
@@ -238,7 +247,7 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
     wgmma_wait(values, probability);
     arrive_as_warp(&shared->read[1 - WARPGROUP][WARPGROUP]);
   };
-  auto attend_split = [&](const Visit& visit, int split, int first_key, int end_key, bool other_rows) {
+  auto attend_split = [&](const WorkItem& item, int split, int first_key, int end_key, bool other_rows) {
     queries += other_rows;
 #pragma unroll
     for (int i = 0; i < HALF / 2; ++i) values[i] = 0.0f;
@@ -325,26 +334,26 @@ __device__ __forceinline__ void attend(Shared* shared, const Share& share, bf16*
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int head = first_head + i * 8;  // rows' heads lie one after another
-        const size_t place = ((size_t)visit.row * HEADS + head_tile * TILE + head) * max_splits + split;
-        if (lane % 4 != 0 || head >= visit.rows * TILE_HEADS) continue;
+        const size_t place = ((size_t)item.row * HEADS + head_tile * TILE + head) * max_splits + split;
+        if (lane % 4 != 0 || head >= item.rows * TILE_HEADS) continue;
         split_max[place] = running_max[i];
         split_sum[place] = sum;
       }
     }
     constexpr int PIECES = TILE_HEADS * KV_LORA / 8;
     uint4* part = reinterpret_cast<uint4*>(split_values) +
-                  (((size_t)visit.row * max_splits + split) * HEAD_TILES + head_tile) * PIECES;
-    store_values(values, WARPGROUP, part, visit.rows, (size_t)max_splits * HEAD_TILES * PIECES);
+                  (((size_t)item.row * max_splits + split) * HEAD_TILES + head_tile) * PIECES;
+    store_values(values, WARPGROUP, part, item.rows, (size_t)max_splits * HEAD_TILES * PIECES);
   };
-  for_splits_of_block(share, attend_split);
+  for_splits_of_block(work, attend_split);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    mla_attention(const int4* shares, const int* row_path, const bf16* query, const bf16* kv_cache,
+    mla_attention(const Schedule* schedules, const int* row_path, const bf16* query, const bf16* kv_cache,
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
-  const Share share = read_share(shares);  // old, and on its way while barriers are made
+  const BlockWork work = read_work(schedules);  // old, and on its way while barriers are made
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -372,20 +381,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const int stage = warp % 4 / 2, half = warp % 2, lane = threadIdx.x % 32;
     const bool rotary = half == stage;
     int tile = 0;
-    auto load = [&](const Visit& visit, int, int first_key, int end_key, bool other_rows) {
-      const bf16* cache = kv_cache + (size_t)visit.sequence * context_capacity * ROW;
-      const int prefix = visit.prefix;
-      const int* path = row_path + visit.row * MAX_PATH;
+    auto load = [&](const WorkItem& item, int, int first_key, int end_key, bool other_rows) {
+      const bf16* cache = kv_cache + (size_t)item.sequence * context_capacity * ROW;
+      const int prefix = item.prefix;
+      const int* path = row_path + item.row * MAX_PATH;
       bool queries_come = false;
       auto copy_queries = [&] {  // a quarter of them
         // their place is free after the last tile that met the last ones
         if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
         wait_for_previous_kernel();
-        const bf16* heads = query + ((size_t)visit.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
+        const bf16* heads = query + ((size_t)item.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
 #pragma unroll 4
         for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
           copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row,
-                   row < visit.rows * TILE_HEADS);
+                   row < item.rows * TILE_HEADS);
         queries_come = true;
       };
       if (other_rows && tile % STAGES != stage) copy_queries();
@@ -394,8 +403,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
         Chunk* chunks = shared->key[stage];
         u64* filled = &shared->filled[stage][half];
-        if (key + TILE > visit.old_keys) wait_for_previous_kernel();  // most keys are old
-        if (key + TILE <= min(end_key, prefix)) {                     // as it lies in the cache
+        if (key + TILE > item.old_keys) wait_for_previous_kernel();  // most keys are old
+        if (key + TILE <= min(end_key, prefix)) {                    // as it lies in the cache
           if (lane == 0) {
             const bf16* source = cache + cache_place(key, 0);
             mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
@@ -422,14 +431,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       }
       if (queries_come) announce(&shared->query_filled[half]);
     };
-    for_splits_of_block(share, load);
+    for_splits_of_block(work, load);
     wait_for_previous_kernel();  // a kernel ends only after the one before it
     return;
   }
   take_more_registers<216>();
   if (warp < 4)
-    attend<0>(shared, share, split_values, split_max, split_sum, max_splits);
+    attend<0>(shared, work, split_values, split_max, split_sum, max_splits);
   else
-    attend<1>(shared, share, split_values, split_max, split_sum, max_splits);
+    attend<1>(shared, work, split_values, split_max, split_sum, max_splits);
 }
 }  // namespace mla_attention

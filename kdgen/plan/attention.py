@@ -90,9 +90,10 @@ def wgmma_splits(spec: Spec) -> Splits:
     return Splits.growing(*short, (8192, 512), (65536, 1024))
 
 
-def attention_visits(spec: Spec) -> int:
-    """Most visits of a block of an attention launch, to rows or groups of them and their rows: one each where a group has one block, and
-    one for each length of splits where it has several. Blocks that are left over visit no more rows than this.
+def max_work_items(spec: Spec) -> int:
+    """Most work items of a block of an attention launch. A block that has several groups of rows has an item for what each group shares and
+    one for each of its rows; a block among several of one group has an item for each length of splits of these. A block that is left over
+    has an item for each row that it helps, and takes no more rows than this.
     """
     group = wgmma_group(spec)
     lists = group + 1 if group > 1 else 1
@@ -100,9 +101,9 @@ def attention_visits(spec: Spec) -> int:
     return max(8, -(-groups // wgmma_blocks(spec)) * lists, lengths * lists)
 
 
-def share_bytes(spec: Spec) -> int:
-    """Of what attention_shares tells the blocks of one launch."""
-    return wgmma_blocks(spec) * (1 + 2 * attention_visits(spec)) * 16
+def schedule_bytes(spec: Spec) -> int:
+    """Bytes of ``struct Schedule``, which says what one block of an attention launch works on: a count, and items of 32 bytes."""
+    return 16 + 32 * max_work_items(spec)
 
 
 def wgmma_smem(spec: Spec) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdgen.plan.attention import share_bytes
+from kdgen.plan.attention import schedule_bytes, wgmma_blocks
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Buffer, DType
 from kdgen.plan.ops.attention import attention_rows, cache_slots, max_splits
 from kdgen.plan.ops.drafter import draft_splits
@@ -111,7 +111,8 @@ def _schedule(c: Context) -> tuple[Buffer, ...]:
     """What each launch of attention on wgmma works on."""
     if not c.mode.wgmma:
         return ()
-    return (_work("attention_shares", "i32", -(-c.limits.max_rows // attention_rows(c)), share_bytes(c.spec) // 4),)
+    launches = -(-c.limits.max_rows // attention_rows(c))
+    return (_work("attention_schedule", "i32", launches, wgmma_blocks(c.spec) * schedule_bytes(c.spec) // 4),)
 
 
 def _mlp(c: Context) -> tuple[Buffer, ...]:

@@ -50,7 +50,7 @@ SIZES = [
     ),
     *seen_by(
         "sizes",
-        "templates/kernels/attention_shares.cu.j2",
+        "templates/kernels/attention_schedule.cu.j2",
         ("tiny f32, requests together",),
         ("a block that is left over takes one row", "row += blocks - dealt)", "row += blocks)"),
     ),

@@ -65,10 +65,10 @@ def test_sums_with_norms_of_wide_rows(hidden: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [128, 192])
-def test_attention_shares_of_fewer_blocks_than_could_be_left_over(cpu_backend: Backend, heads: int) -> None:
+def test_attention_schedule_of_fewer_blocks_than_could_be_left_over(cpu_backend: Backend, heads: int) -> None:
     spec = VARIANTS["tiny-wgmma"].model_copy(update={"num_attention_heads": heads})
     plan = build_plan(spec, "bf16").on("sm_90a")
-    kernel = plan.kernel("attention_shares")
+    kernel = plan.kernel("attention_schedule")
     assert kernel.grid[0].cap == {128: 2, 192: 1}[heads]
     plan = replace(plan, kernels=(kernel,))
     load_kernels(cpu_backend, plan)

@@ -71,13 +71,16 @@ def test_attention_goes_through_rows_in_groups() -> None:
         name: [
             [bound.arg.value for bound in launch.args if bound.arg.name in buffers.split()] for launch in launches if launch.kernel == name
         ][:4]
-        for name, buffers in (("attention_shares", "group_rows row_position attention_shares"), ("mla_attention", "attention_shares query"))
+        for name, buffers in (
+            ("attention_schedule", "group_rows row_position attention_schedule"),
+            ("mla_attention", "attention_schedule query"),
+        )
     }
-    query, share = spec.num_attention_heads * spec.cache_row_dim * 2, plan.buffer("attention_shares").shape[1] * 4
-    assert places["attention_shares"] == [[4 * i, 4 * i * rows, i * share] for i in range(4)]
-    assert places["mla_attention"] == [[i * share, i * rows * query] for i in range(4)]
-    shares = [launch.argument("first_row").value for launch in launches if launch.kernel == "attention_shares"]
-    assert shares == [0, rows, 2 * rows, 3 * rows], "rows of the step before each launch's"
+    query, schedule = spec.num_attention_heads * spec.cache_row_dim * 2, plan.buffer("attention_schedule").shape[1] * 4
+    assert places["attention_schedule"] == [[4 * i, 4 * i * rows, i * schedule] for i in range(4)]
+    assert places["mla_attention"] == [[i * schedule, i * rows * query] for i in range(4)]
+    first = [launch.argument("first_row").value for launch in launches if launch.kernel == "attention_schedule"]
+    assert first == [0, rows, 2 * rows, 3 * rows], "rows of the step before each launch's"
     for name in ("decode", "verify"):
         assert not any(launch.kernel == "row_groups" for launch, _ in plan.program(name).launches())
 

@@ -16,9 +16,9 @@ from kdgen.plan.attention import (
     WGMMA_TILE,
     attention_smem,
     attention_splits,
-    attention_visits,
     blocks_of_head,
-    share_bytes,
+    max_work_items,
+    schedule_bytes,
     wgmma_blocks,
     wgmma_group,
     wgmma_smem,
@@ -129,7 +129,8 @@ class MlaAttentionWgmma:
     max_path: int
     splits: Splits
     group: int
-    visits: int
+    max_items: int
+    schedule_bytes: int
     scale_log2: float
     slack: int
     act: CType
@@ -186,16 +187,37 @@ class CombineAndHeads:
 
 
 @dataclass(frozen=True)
-class AttentionShares:
-    """Context of attention_shares.cu.j2."""
+class AttentionSchedule:
+    """Context of attention_schedule.cu.j2. Its tiles of heads hold one token row each, whose start costs nothing beside."""
+
+    name: str
+    splits: Splits
+    split_tiles: int
+    max_workers: int
+    max_items: int
+    schedule_bytes: int
+
+    @property
+    def group(self) -> int:
+        return 1
+
+    @property
+    def start_tiles(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class AttentionScheduleOfGroups:
+    """Context of attention_schedule_of_groups.cu.j2."""
 
     name: str
     splits: Splits
     group: int
     start_tiles: int
     split_tiles: int
-    most_parts: int
-    visits: int
+    max_workers: int
+    max_items: int
+    schedule_bytes: int
 
 
 @dataclass(frozen=True)
@@ -344,7 +366,7 @@ class RowGroup:
         return buffer(name, self.first * row_bytes)
 
     def schedule(self, spec: Spec) -> Arg:
-        return buffer("attention_shares", (self.index or 0) * share_bytes(spec))
+        return buffer("attention_schedule", (self.index or 0) * wgmma_blocks(spec) * schedule_bytes(spec))
 
 
 EVERY_ROW = RowGroup()
@@ -377,20 +399,22 @@ class AttentionScheduleOp(Op):
 
     def kernel(self) -> Kernel:
         s = self.c.spec
-        group = wgmma_group(s)
-        p = AttentionShares(
-            "attention_shares", attention_splits(s, self.c.mode), group, WGMMA_START_TILES if group > 1 else 0, WGMMA_SPLIT_TILES,
-            wgmma_blocks(s), attention_visits(s),
-        )  # fmt: skip
+        name, splits, group, workers = "attention_schedule", attention_splits(s, self.c.mode), wgmma_group(s), wgmma_blocks(s)
         grid, summary = (_attention_blocks(self.c), ONE, ONE), "rows and splits of each attention block"
-        return Kernel("attention_shares", "attention_shares.cu.j2", p, 32, grid, 0, Cost(), summary)
+        if group > 1:
+            of_groups = AttentionScheduleOfGroups(
+                name, splits, group, WGMMA_START_TILES, WGMMA_SPLIT_TILES, workers, max_work_items(s), schedule_bytes(s)
+            )
+            return Kernel(name, "attention_schedule_of_groups.cu.j2", of_groups, 32, grid, 0, Cost(), summary)
+        p = AttentionSchedule(name, splits, WGMMA_SPLIT_TILES, workers, max_work_items(s), schedule_bytes(s))
+        return Kernel(name, "attention_schedule.cu.j2", p, 32, grid, 0, Cost(), summary)
 
     def arguments(self) -> tuple[Argument, ...]:
         group = self.group
         return (
             group.count(),
             *(reads("int", name, group.at(name)) for name in ("row_sequence", "row_position", "row_prefix")),
-            writes("int4", "shares", group.schedule(self.c.spec)),
+            writes("Schedule", "schedules", group.schedule(self.c.spec)),
             number("first_row", group.first),
         )
 
@@ -418,11 +442,11 @@ class MlaAttentionOp(Op):
             smem, head_tiles = wgmma_smem(s), max(1, heads // WGMMA_TILE)
             wgmma = MlaAttentionWgmma(
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=every, group=wgmma_group(s),
-                visits=attention_visits(s),
+                max_items=max_work_items(s), schedule_bytes=schedule_bytes(s),
                 scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
                 smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
-            grid, early = (_attention_blocks(self.c), Extent(head_tiles), ONE), ("shares", "kv_cache")
+            grid, early = (_attention_blocks(self.c), Extent(head_tiles), ONE), ("schedules", "kv_cache")
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early, group=group)
         if not self.c.tensor_cores:
             generic = MlaAttentionF32(
@@ -442,7 +466,7 @@ class MlaAttentionOp(Op):
     def arguments(self) -> tuple[Argument, ...]:
         c, group, act = self.c, self.group, self.c.mode.act
         if c.mode.wgmma:
-            rows: tuple[Argument, ...] = (reads("int4", "shares", group.schedule(c.spec)),)
+            rows: tuple[Argument, ...] = (reads("Schedule", "schedules", group.schedule(c.spec)),)
         else:
             rows = group.count(), *(reads("int", name, group.at(name)) for name in ("row_sequence", "row_position", "row_prefix"))
         query = group.at("query", c.spec.num_attention_heads * c.spec.cache_row_dim * c.mode.act_bytes)

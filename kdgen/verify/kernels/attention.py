@@ -12,7 +12,7 @@ from kdgen.plan.attention import WGMMA_TILE
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Kernel
 from kdgen.reference import ops
 from kdgen.verify.kernels import tolerances
-from kdgen.verify.kernels.attention_schedule import drawn_shares, grouped_rows
+from kdgen.verify.kernels.attention_schedule import drawn_schedules, grouped_rows
 from kdgen.verify.kernels.harness import (
     Bench,
     Registry,
@@ -219,7 +219,7 @@ def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     cache, numbers = sequences_apart(bench, rows.cache)
     capacity, sequences = cache_slots(bench, rows.cache.shape[1]), numbers[rows.sequences]
     if wgmma:
-        seen = [bench.input(drawn_shares(bench, sequences, rows.positions, rows.prefixes))]
+        seen = [bench.input(drawn_schedules(bench, sequences, rows.positions, rows.prefixes))]
     else:
         seen = [bench.integer(count), *(bench.input(values) for values in (sequences, rows.positions, rows.prefixes))]
     bench.launch(

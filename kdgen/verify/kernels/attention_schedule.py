@@ -1,4 +1,4 @@
-"""Checks of what attention's blocks are told to do: attention_shares, and shares drawn at random for attention itself."""
+"""Checks of the schedule that says what each block of attention works on, and schedules drawn at random for attention itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LEFT_OVER = 4  #: blocks of which one can be left over for three rows; models of
 
 
 @dataclass(frozen=True)
-class Visit:
-    """What attention_shares tells a block, in its order: rows that see all keys of some splits."""
+class WorkItem:
+    """``struct WorkItem`` of attention_schedule.cuh.j2, field by field: token rows, and splits of the keys that these rows see."""
 
     row: int
     rows: int
@@ -34,11 +34,11 @@ class Visit:
     old_keys: int
 
 
-def drawn_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> Array:
-    """Some way to share rows' splits out among the blocks of attention, which none of a row's bits may follow from; for its kernel."""
+def drawn_schedules(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> Array:
+    """The splits of rows dealt out at random to the blocks of attention, for its kernel: no bit of a row may depend on who has which."""
     p, rng = bench.p, bench.rng
     blocks = bench.kernel.grid[0].value(len(positions) + SURPLUS_ROWS, int(positions.max()) + 1, 1, bench.backend.processors)
-    whole: list[Visit] = []
+    whole: list[WorkItem] = []
     for first in range(0, len(positions), p.group):
         members = range(first, min(first + p.group, len(positions)))
         same = p.group > 1 and len(set(sequences[members])) == 1
@@ -47,150 +47,152 @@ def drawn_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Arr
         for row, count, begin, end in places:
             sequence, prefix, keys = int(sequences[row]), int(prefixes[row]), int(positions[row]) + 1
             if begin < end:
-                whole.append(Visit(row, count, begin, end, sequence, prefix, keys, int(rng.integers(-1, min(prefix, keys)))))
-    parts = []
-    for visit in whole:  # some in two pieces, as long as there is room for them
-        cut = int(rng.integers(visit.begin_split, visit.end_split)) if 2 * len(whole) <= blocks * p.visits else visit.begin_split
-        parts += [replace(visit, begin_split=cut)] + ([replace(visit, end_split=cut)] if cut > visit.begin_split else [])
-    block_of = rng.permutation(blocks * p.visits)[: len(parts)] % blocks
-    found = poison("i32", blocks, 1 + 2 * p.visits, 4)
+                whole.append(WorkItem(row, count, begin, end, sequence, prefix, keys, int(rng.integers(-1, min(prefix, keys)))))
+    pieces = []
+    for item in whole:  # some in two pieces, as long as there is room for them
+        cut = int(rng.integers(item.begin_split, item.end_split)) if 2 * len(whole) <= blocks * p.max_items else item.begin_split
+        pieces += [replace(item, begin_split=cut)] + ([replace(item, end_split=cut)] if cut > item.begin_split else [])
+    block_of = rng.permutation(blocks * p.max_items)[: len(pieces)] % blocks
+    found = poison("i32", blocks, 1 + 2 * p.max_items, 4)
     for block in range(blocks):
-        mine = [parts[i] for i in rng.permutation(np.flatnonzero(block_of == block))] or [Visit(0, 0, 0, 0, 0, 0, 0, 0)]
+        mine = [pieces[i] for i in rng.permutation(np.flatnonzero(block_of == block))] or [WorkItem(0, 0, 0, 0, 0, 0, 0, 0)]
         found[block, 0] = len(mine)
-        found[block, 1 : 1 + 2 * len(mine)] = np.array([astuple(visit) for visit in mine]).reshape(-1, 4)
+        found[block, 1 : 1 + 2 * len(mine)] = np.array([astuple(item) for item in mine]).reshape(-1, 4)
     return found
 
 
-@for_template(CHECKS, ["attention_shares.cu.j2"])
-def check_attention_shares(bench: Bench) -> None:
-    """Each split of each row is some block's once, and of none more than its share is, up to a split."""
+@for_template(CHECKS, ["attention_schedule.cu.j2", "attention_schedule_of_groups.cu.j2"])
+def check_attention_schedule(bench: Bench) -> None:
+    """Each split of each row is one block's, and no block has more work than an equal part of it, up to a split."""
     p = bench.p
     sequences, positions, prefixes, _ = grouped_rows(p, LONGEST)
-    _check_shares(bench, sequences, positions, prefixes)
+    _check_schedule(bench, sequences, positions, prefixes)
     edges = [p.splits.begin(split) + over for split in (1, 2, 5) for over in (-1, 0, 1)]
     for count in (*bench.tokens, ATTENTION_ROWS[bench.spec.kv_lora_rank]):
         alone = np.resize(np.array([*edges, 0, 20 * LONGEST]), count)
-        _check_shares(bench, np.arange(count), alone, alone + 1)
+        _check_schedule(bench, np.arange(count), alone, alone + 1)
         run, tree = LONGEST + np.arange(count), LONGEST + (np.arange(count) + 1) // 2
-        _check_shares(bench, np.zeros(count, int), run, run + 1)
-        _check_shares(bench, np.zeros(count, int), tree, np.full(count, LONGEST))
+        _check_schedule(bench, np.zeros(count, int), run, run + 1)
+        _check_schedule(bench, np.zeros(count, int), tree, np.full(count, LONGEST))
     for rows in range(1, 3):  # which have several blocks each
         for position in (5 * LONGEST, 20 * LONGEST, 20 * LONGEST + 70, 1 << 15, (1 << 15) + 70, (1 << 16) + 5000):
-            _check_shares(bench, np.arange(rows), np.full(rows, position), np.full(rows, position + 1))
+            _check_schedule(bench, np.arange(rows), np.full(rows, position), np.full(rows, position + 1))
     blocks = bench.kernel.grid[0].cap or 0
     if p.group == 1 and blocks >= LEFT_OVER:
         _check_left_over_blocks(bench, blocks)
         # one block is left over, which cannot visit all rows
         most = np.full(blocks - 1, p.splits.begin(p.splits.of(1 << 15)) + 1)
-        _check_shares(bench, np.arange(len(most)), most, most + 1)
-        _check_full_visits(bench, blocks)
+        _check_schedule(bench, np.arange(len(most)), most, most + 1)
+        _check_most_items(bench, blocks)
 
 
 def _check_left_over_blocks(bench: Bench, blocks: int) -> None:
-    """Blocks beyond those that each row has one of visit three rows' last splits: where they are short, and not where they are long."""
+    """Blocks that are left over, when every row has equally many, take three rows' last splits: short ones, and no long ones."""
     p = bench.p
     short = p.splits.of(3 * (64 + 64) - 1) + 1
     last = np.array([p.splits.begin(short) + 1, p.splits.begin(3) - 1, p.splits.begin(short + 2) + 1])
     long = blocks // LEFT_OVER
     positions = last.repeat(long)
-    found = _check_shares(bench, np.arange(len(positions)), positions, positions + 1)
-    for block, visits in enumerate(found[len(positions) :]):
+    found = _check_schedule(bench, np.arange(len(positions)), positions, positions + 1)
+    for block, items in enumerate(found[len(positions) :]):
         rows = range(block, len(positions), blocks - len(positions))
         expected = [(row, p.splits.of(int(positions[row]))) for row in rows if row // long != 1]
-        if [(visit.row, visit.begin_split) for visit in visits] != expected:
-            bench.findings.problem(f"a block that is left over visits {visits}, not the last splits {expected}")
+        if [(item.row, item.begin_split) for item in items] != expected:
+            bench.findings.problem(f"a block that is left over has {items}, not the last splits (row, split) {expected}")
 
 
-def _check_full_visits(bench: Bench, blocks: int) -> None:
-    """The most rows whose last splits blocks that are left over have room to visit, and one row more; those splits are short enough."""
+def _check_most_items(bench: Bench, blocks: int) -> None:
+    """As many rows as a block that is left over has items for, and one row more. Their last splits are short enough to be taken."""
     p = bench.p
-    position = p.splits.begin(p.splits.of((p.visits + 1) * (64 + 64) - 1) + 1)
+    position = p.splits.begin(p.splits.of((p.max_items + 1) * (64 + 64) - 1) + 1)
     for room in (True, False):
-        fitting = [count for count in range(blocks // 2 + 1, blocks) if (-(-count // (blocks - count)) <= p.visits) == room]
+        fitting = [count for count in range(blocks // 2 + 1, blocks) if (-(-count // (blocks - count)) <= p.max_items) == room]
         if not fitting:
-            continue  # so few blocks that none visits so many rows
+            continue  # so few blocks that none can take so many rows
         count = max(fitting) if room else min(fitting)
         positions = np.full(count, position)
-        found = _check_shares(bench, np.arange(count), positions, positions + 1)
+        found = _check_schedule(bench, np.arange(count), positions, positions + 1)
         if any(map(bool, found[count:])) != room:
-            bench.findings.problem(f"blocks that {count} rows leave over visit {found[count:]}; room for so many: {room}")
+            bench.findings.problem(f"blocks that {count} rows leave over have {found[count:]}; there are enough items: {room}")
 
 
-def _check_shares(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> list[list[Visit]]:
-    """The visits of each block, once they are seen to be right."""
+def _check_schedule(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> list[list[WorkItem]]:
+    """The work items of each block, after these have been checked."""
     p, count, before = bench.p, len(positions), 3
     meta = [bench.input(values.astype(np.int32)) for values in (sequences, positions, prefixes)]
     context = int(positions.max()) + 1
     blocks = bench.kernel.grid[0].value(count + SURPLUS_ROWS, context, 1, bench.backend.processors)
-    table = bench.poisoned("i32", blocks + 1, 1 + 2 * p.visits, 4)
+    table = bench.poisoned("i32", blocks + 1, 1 + 2 * p.max_items, 4)
     bench.launch(bench.integer(count), *meta, table, before, tokens=count, context=context)
     got = bench.read(table)
     bench.release()
-    bench.findings.untouched("shares of blocks that are not there", got[blocks:])
+    bench.findings.untouched("schedules of blocks that are not there", got[blocks:])
     seen = [np.zeros(p.splits.of(int(position)) + 1, int) for position in positions]
-    found: list[list[Visit]] = []
+    found: list[list[WorkItem]] = []
     for block in range(blocks):
-        visits = int(got[block, 0, 0])
-        if not 1 <= visits <= p.visits:
-            bench.findings.problem(f"block {block} has {visits} visits")
+        items = int(got[block, 0, 0])
+        if not 1 <= items <= p.max_items:
+            bench.findings.problem(f"block {block} has {items} work items, not 1 to {p.max_items}")
             return found
-        mine = [Visit(*map(int, each)) for each in got[block, 1 : 1 + 2 * visits].reshape(-1, 8)]
-        bench.findings.untouched(f"visits of block {block} beyond its last", got[block, 1 + 2 * visits :])
-        if mine == [Visit(0, 0, 0, 0, 0, 0, 0, 0)]:
+        mine = [WorkItem(*map(int, each)) for each in got[block, 1 : 1 + 2 * items].reshape(-1, 8)]
+        bench.findings.untouched(f"work items of block {block} behind its last", got[block, 1 + 2 * items :])
+        if mine == [WorkItem(0, 0, 0, 0, 0, 0, 0, 0)]:
             mine = []
         found.append(mine)
-        for visit in found[-1]:
-            rows = list(range(visit.row, visit.row + visit.rows))
-            where = f"of row {visit.row} in block {block}"
-            if not 0 <= visit.begin_split < visit.end_split or not 0 <= visit.row < visit.row + visit.rows <= count:
-                bench.findings.problem(f"block {block} visits nothing: {visit}")
+        for item in found[-1]:
+            rows = list(range(item.row, item.row + item.rows))
+            where = f"of row {item.row} in block {block}"
+            if not 0 <= item.begin_split < item.end_split or not 0 <= item.row < item.row + item.rows <= count:
+                bench.findings.problem(f"block {block} has an item without work: {item}")
                 return found
-            bench.findings.equal(f"sequence {where}", np.full(visit.rows, visit.sequence), sequences[rows])
-            bench.findings.equal(f"prefix {where}", np.array(visit.prefix), prefixes[visit.row])
-            bench.findings.equal(f"old keys {where}", np.array(visit.old_keys), positions[visit.row] - before - visit.row)
-            end = p.splits.begin(visit.end_split)
-            if visit.rows == 1:
-                bench.findings.equal(f"end of keys {where}", np.array(min(visit.keys, end)), min(positions[visit.row] + 1, end))
-            elif visit.keys < end or prefixes[rows].min() < end:
-                bench.findings.problem(f"not all rows see whole what they share: {visit}")
+            bench.findings.equal(f"sequence {where}", np.full(item.rows, item.sequence), sequences[rows])
+            bench.findings.equal(f"prefix {where}", np.array(item.prefix), prefixes[item.row])
+            bench.findings.equal(f"old keys {where}", np.array(item.old_keys), positions[item.row] - before - item.row)
+            end = p.splits.begin(item.end_split)
+            if item.rows == 1:
+                bench.findings.equal(f"end of keys {where}", np.array(min(item.keys, end)), min(positions[item.row] + 1, end))
+            elif item.keys < end or prefixes[rows].min() < end:
+                bench.findings.problem(f"not all rows see whole what they share: {item}")
             for row in rows:
-                seen[row][visit.begin_split : visit.end_split] += 1
+                seen[row][item.begin_split : item.end_split] += 1
     for row, times in enumerate(seen):
         bench.findings.equal(f"how often splits of row {row} are some block's", times, np.ones_like(times))
     _check_balance(bench, found, positions)
     return found
 
 
-def _check_balance(bench: Bench, found: list[list[Visit]], positions: Array) -> None:
-    """No block has more work than its share of that of its rows and a split. Where a row has tiles of heads to itself, none has so much
-    that it should have left what it was dealt last, its lowest split, to another block of the row.
+def _check_balance(bench: Bench, found: list[list[WorkItem]], positions: Array) -> None:
+    """No block has more work than an equal part of that of its rows, and a split. Where a row has tiles of heads to itself, no block has
+    so much that another block of the row should have got its lowest split, which is dealt out last.
     """
     p, blocks = bench.p, len(found)
     groups = -(-len(positions) // p.group)
-    parts, together = max(1, blocks // groups), -(-groups // blocks)  # blocks of a group, groups of a block
+    workers, together = max(1, blocks // groups), -(-groups // blocks)  # blocks of a group, groups of a block
     work = [sum(_work(bench, position + 1, 0, p.splits.of(int(position)) + 1)) for position in positions]
     splits = [
         [
             tiles
-            for visit in sorted(visits, key=lambda v: v.begin_split)
-            for tiles in _work(bench, visit.keys, visit.begin_split, visit.end_split)
+            for item in sorted(items, key=lambda each: each.begin_split)
+            for tiles in _work(bench, item.keys, item.begin_split, item.end_split)
         ]
-        for visits in found
+        for items in found
     ]
-    longest = max((tiles for each in splits for tiles in each), default=0) if parts > 1 else 0
-    # each part may start each list of a group's, what its rows share and what each sees beyond, and the split that it takes last one more
-    starts = p.start_tiles * (p.group + 2) if parts > 1 else 0
-    share = sum(sorted(work)[-p.group * together :]) // parts + longest + starts
+    longest = max((tiles for each in splits for tiles in each), default=0) if workers > 1 else 0
+    # each worker may start with what a group's rows share and with each of the rows, and once more for the split that it takes last
+    starts = p.start_tiles * (p.group + 2) if workers > 1 else 0
+    most = sum(sorted(work)[-p.group * together :]) // workers + longest + starts
     for block, each in enumerate(splits):
-        if sum(each) > share:
-            bench.findings.problem(f"block {block} has {sum(each)} tiles' work, where {share} would be enough")
-    if p.group > 1 or parts == 1:
+        if sum(each) > most:
+            bench.findings.problem(f"block {block} has {sum(each)} tiles' work, where {most} would be enough")
+    if p.group > 1 or workers == 1:
         return
     for row in range(groups):
-        least = min(map(sum, splits[row * parts : (row + 1) * parts]))
-        for part, each in enumerate(splits[row * parts : (row + 1) * parts]):
+        least = min(map(sum, splits[row * workers : (row + 1) * workers]))
+        for worker, each in enumerate(splits[row * workers : (row + 1) * workers]):
             if each and sum(each[1:]) > least:
-                bench.findings.problem(f"part {part} of row {row} has splits of {each}, where another has {least} tiles' work in all")
+                bench.findings.problem(
+                    f"worker {worker} of row {row} has splits of {each} tiles, where another has {least} tiles of work in all"
+                )
 
 
 def _work(bench: Bench, keys: int, begin_split: int, end_split: int) -> list[int]:

@@ -25,7 +25,7 @@ MODEL = "k26"
 RANKS = 4
 #: Templates of K2.6's kernels without a weight matrix, which run over their whole shape; and of those that only ranks have.
 SMALL = (
-    "advance", "argmax", "attention_shares", "chain_rows", "draft_block", "draft_capture", "draft_context", "draft_heads",
+    "advance", "argmax", "attention_schedule", "chain_rows", "draft_block", "draft_capture", "draft_context", "draft_heads",
     "gqa_combine", "logit_rows", "mla_combine", "mla_combine_wgmma", "moe_combine", "moe_sort", "norm_and_cache", "rmsnorm",
     "rope_cache", "router_topk", "row_groups", "sample", "top_k", "top_k_parts", "tree_accept", "tree_build", "tree_rows",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What blocks of attention visit, at the widths and numbers of heads that shipped specs and their ranks have."""
+"""What blocks of attention work on, at the widths and numbers of heads that shipped specs and their ranks have."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kdgen.verify.kernels.check import check_kernels
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("k26", 1), ("k26", 2), ("k26", 8), ("deepseek-v3", 1), ("moonlight-16b-a3b", 1)])
-def test_shares_at_full_width(name: str, ranks: int) -> None:
+def test_schedules_at_full_width(name: str, ranks: int) -> None:
     """One or two tiles of a row's heads, or up to eight rows to a tile. DeepSeek V3's 66 blocks leave more over than a quarter of them."""
     spec = load_spec(name)
     plan = build_plan(spec, shard=Shard(ranks)).on("sm_90a")
-    kernels = tuple(kernel for kernel in plan.kernels if kernel.name == "attention_shares")
+    kernels = tuple(kernel for kernel in plan.kernels if kernel.name == "attention_schedule")
     checks = check_kernels(open_backend("cpu"), spec, replace(plan, kernels=kernels), size="slice", tokens=(1, 9, 33))
     assert [check.why for check in checks] == [""]
 
