@@ -55,8 +55,8 @@ __device__ __forceinline__ int split_begin(int split) {
   return split * 256;
 }
 constexpr int MAX_ITEMS = 8;  // work items of a block at most
-// Splits [begin_split, end_split) of the keys, for token rows [row, row + rows). Each of these rows sees all keys of the
-// splits, except that a last split may end early, at `keys`.
+// Splits [begin_split, end_split) of the keys, for token rows [row, row + rows). Each of these rows sees all
+// keys of the splits, except that a last split may end early, at `keys`.
 struct alignas(16) WorkItem {
   int row, rows, begin_split, end_split;
   int sequence;  // whose cache holds the keys
@@ -66,7 +66,8 @@ struct alignas(16) WorkItem {
 };
 // What one block works on.
 struct Schedule {
-  // At least 1, so that the first item can be read without waiting for the count: a block without work has one without splits.
+  // At least 1, so that the first item can be read without waiting for the count: a block without work has one
+  // without splits.
   alignas(16) int count;
   WorkItem items[MAX_ITEMS];
 };
@@ -83,8 +84,8 @@ __device__ __forceinline__ BlockWork read_work(const Schedule* schedules) {
   return {mine->items, mine->count, *mine->items};
 }
 
-// Calls body(item, split, first key, end of the keys, whether the rows are others than in the call before) for all that
-// the block works on.
+// Calls body(item, split, first key, end of the keys, whether the rows are others than in the call before) for
+// all that the block works on.
 template <class Body>
 __device__ __forceinline__ void for_splits_of_block(const BlockWork& work, Body body) {
   WorkItem item = work.first;
