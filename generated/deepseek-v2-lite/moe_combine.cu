@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                 float* residual) {
   allow_next_kernel();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  const int tokens =
+      *num_tokens;  // complete: no kernel of the step starts before the embedding has seen the step's rows
   wait_for_previous_kernel();
   if (token_row >= tokens || i >= HIDDEN) return;
   float sum = 0.0f;

@@ -421,7 +421,7 @@ namespace lists {
 constexpr int EXPERTS = 8;
 constexpr int TOP_K = 2;
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
-constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // of one expert a thread
+constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // in which a thread has one expert
 constexpr int TILE = 1024;                             // assignments in shared memory at a time
 
 struct Shared {
@@ -461,7 +461,7 @@ __device__ __forceinline__ void sort_assignments(Shared& shared, int total, cons
   int* warp_total = shared.warp_total;
   int count[ROUNDS] = {};
   for (int first = 0; first < total; first += TILE) {
-    if (first > 0) __syncthreads();  // the tile has been counted
+    if (first > 0) __syncthreads();  // until all have counted the tile before
     for (int i = threadIdx.x; i < TILE; i += BLOCK)
       tile[i] = first + i < total ? topk_experts[first + i] : -1;
     __syncthreads();
@@ -491,11 +491,11 @@ __device__ __forceinline__ void sort_assignments(Shared& shared, int total, cons
     active_before += active.y;
   }
   if (threadIdx.x == 0) *num_active = active_before;
-  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)  // readers copy whole lists
+  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)  // the experts' kernels copy whole lists
     active_expert[i] = active_begin[i] = active_end[i] = 0;
 
   for (int first = 0; first < total; first += TILE) {
-    if (total > TILE) {  // else the tile is still there
+    if (total > TILE) {  // else the only tile is still in shared memory
       __syncthreads();
       for (int i = threadIdx.x; i < TILE; i += BLOCK)
         tile[i] = first + i < total ? topk_experts[first + i] : -1;

@@ -6,12 +6,12 @@ from kdgen.plan.tuning import Mode, Ring
 from kdgen.spec.model import Spec
 
 EXPERT_TOKEN_TILES = 2  # of 8 assignments of an expert
-#: Assignments of an expert that a row tile's weights take longer to read than to multiply with; what each more of the first 8, and what
-#: 9 to 16 cost, in sixteenths of that tile. H200, µs of a tile of K2.6's gate_up (2026-11-30): for 1 to 4 7.4, 6 10.2, 8 11.5 and its
+#: Assignments of an expert up to which a row tile's weights take longer to read than to multiply. Such a tile costs 16; each further of
+#: the first 8 assignments, and each pass over the weights for 16 assignments of an expert with more than 8, costs so much. H200, µs of a tile of K2.6's gate_up (2026-11-30): for 1 to 4 7.4, 6 10.2, 8 11.5 and its
 #: first tiles longer. An H200 at 16 rows: blocks with experts of 8 ended 50 % late where all of up to 8 cost the same, 13 % at 24.
-EVEN_ASSIGNMENTS = 4
-MORE_COST = 3
-READING_COST = 24
+MEMORY_BOUND_ASSIGNMENTS = 4
+COST_PER_ASSIGNMENT = 3
+COST_PER_PASS = 24
 SORT_BYTES = 40 * 1024  # of moe_sort's counts, in static shared memory
 
 

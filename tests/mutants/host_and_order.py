@@ -123,8 +123,8 @@ ORDER = [
         ("programs",),
         (
             "ends without having waited",
-            "{% if p.inputs_are_old %}\n  wait_for_previous_kernel();",
-            "{% if p.inputs_are_old %}\n",
+            "  wait_for_previous_kernel();\n{% endif %}\n}\n",
+            "{% endif %}\n}\n",
         ),
     ),
     *seen_by(

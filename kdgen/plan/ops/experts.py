@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kdgen.plan.arch import smem_limit
-from kdgen.plan.expert_tiling import EVEN_ASSIGNMENTS, EXPERT_TOKEN_TILES, MORE_COST, READING_COST, expert_split, expert_step
+from kdgen.plan.expert_tiling import (
+    COST_PER_ASSIGNMENT,
+    COST_PER_PASS,
+    EXPERT_TOKEN_TILES,
+    MEMORY_BOUND_ASSIGNMENTS,
+    expert_split,
+    expert_step,
+)
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_weight, reads, reads_floats, reads_ints, stored, writes
 from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
@@ -45,19 +52,20 @@ class ExpertsMma:
     warps: int
     groups: int
     token_tiles: int
-    side_by_side: int
-    even: int
-    more_cost: int
-    reading_cost: int
+    row_tiles_at_once: int
+    memory_bound: int
+    cost_per_assignment: int
+    cost_per_pass: int
     stage_steps: int
     slots: int
-    smem_comment: str
+    shared_bytes: int
     x_in_registers: bool
     blocks_per_sm: int
     int4: bool
+    half_step: bool  #: the last INT4 step of a row has inputs for its first half alone
     out: CType
     gated: bool
-    inputs_are_old: bool
+    reads_before_wait: bool  #: inputs and lists are complete before the kernel before this one begins
     weight_comment: str
 
 
@@ -117,17 +125,17 @@ class ExpertsOp(Op):
         lists = -(-3 * 4 * (s.n_routed_experts or 0) // 16) * 16
         most = smem_limit("sm_90a" if mode.wgmma else "generic")
         groups = next(n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes + lists <= most)
-        blocks_per_sm = 16 // (groups * warps)
+        blocks_per_sm, smem = 16 // (groups * warps), groups * group_bytes + lists
         p = ExpertsMma(
             name=name, experts=s.n_routed_experts or 0, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
-            token_tiles=EXPERT_TOKEN_TILES, side_by_side=2 if ring.stage_steps % 2 == 0 else 1, even=EVEN_ASSIGNMENTS,
-            more_cost=MORE_COST, reading_cost=READING_COST, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
-            x_in_registers=held, blocks_per_sm=blocks_per_sm, int4=int4, out=out, gated=gated, inputs_are_old=gated,
-            weight_comment=comment,
+            token_tiles=EXPERT_TOKEN_TILES, row_tiles_at_once=2 if ring.stage_steps % 2 == 0 else 1,
+            memory_bound=MEMORY_BOUND_ASSIGNMENTS, cost_per_assignment=COST_PER_ASSIGNMENT, cost_per_pass=COST_PER_PASS,
+            stage_steps=ring.stage_steps, slots=ring.slots, shared_bytes=smem, x_in_registers=held, blocks_per_sm=blocks_per_sm,
+            int4=int4, half_step=cols % step_inputs != 0, out=out, gated=gated, reads_before_wait=gated, weight_comment=comment,
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
-        block, smem = groups * warps * 32, groups * group_bytes + lists
-        early = (*LISTS, "assignments", "x", "y") if p.inputs_are_old else LISTS
+        block = groups * warps * 32
+        early = (*LISTS, "assignments", "x", "y") if p.reads_before_wait else LISTS
         return Kernel(
             name, "experts_mma.cu.j2", p, block, (units, ONE, ONE), smem, cost, summary, row_tiles, early=early, group="routed experts"
         )  # fmt: skip

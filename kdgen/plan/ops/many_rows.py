@@ -78,8 +78,9 @@ class ExpertsWgmma:
     tokens: int
     stage_steps: int
     slots: int
-    smem_comment: str
+    shared_bytes: int
     int4: bool
+    half_step: bool
     out: CType
     gated: bool
     weight_comment: str
@@ -221,11 +222,11 @@ def _experts(kernel: Kernel, p: ExpertsMma) -> Kernel:
     stage_steps = next(n for n in ((2, 1) if p.int4 else (4, 2, 1)) if range_steps % n == 0)
     inputs = -(-stage_steps * step_inputs // 64) * 64 * EXPERT_TOKENS * 2  # as they come, and as tensor cores read them
     stages = EXPERT_SLOTS * (2 * inputs + WARPS * stage_steps * step_bytes + BARRIER_BYTES)
-    smem = stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16
+    smem = -(-(stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16) // 16) * 16
     twin = ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
-        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, smem_comment=_smem_comment(smem), int4=p.int4,
-        out=p.out, gated=p.gated, weight_comment=p.weight_comment,
+        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, shared_bytes=smem, int4=p.int4,
+        half_step=p.half_step, out=p.out, gated=p.gated, weight_comment=p.weight_comment,
     )  # fmt: skip
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
     summary = f"{kernel.summary}, for many rows"
