@@ -6,9 +6,10 @@ from kdgen.plan.tuning import Mode, Ring
 from kdgen.spec.model import Spec
 
 EXPERT_TOKEN_TILES = 2  # of 8 assignments of an expert
-#: Assignments of an expert up to which a row tile's weights take longer to read than to multiply. Such a tile costs 16; each further of
-#: the first 8 assignments, and each pass over the weights for 16 assignments of an expert with more than 8, costs so much. H200, µs of a tile of K2.6's gate_up (2026-11-30): for 1 to 4 7.4, 6 10.2, 8 11.5 and its
-#: first tiles longer. An H200 at 16 rows: blocks with experts of 8 ended 50 % late where all of up to 8 cost the same, 13 % at 24.
+#: Up to so many assignments of an expert, a row tile's weights take longer to read than to multiply, and it costs 16. Each further one of
+#: the first 8 costs COST_PER_ASSIGNMENT more. With more than 8, each pass over the weights, for 16, costs COST_PER_PASS.
+#: H200, µs of a tile of K2.6's gate_up (2026-11-30): for 1 to 4 assignments 7.4, 6 10.2, 8 11.5; the first tiles of an expert take longer.
+#: In a step of 16 rows, blocks that had experts of 8 ended 50 % late while all of up to 8 cost the same, and 13 % late with 24 for 8.
 MEMORY_BOUND_ASSIGNMENTS = 4
 COST_PER_ASSIGNMENT = 3
 COST_PER_PASS = 24
