@@ -15,7 +15,7 @@ SMS = 132  #: multiprocessors of an H200, which plans are tuned for
 TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more accumulators gain nothing at decode
 #: Row tiles of a block that a reading of 9 to 32 tokens' inputs is for, which of 32 are twice a tile's weights. H200, µs of K2.6's o_proj
 #: and lm_head, 1 or 4 tiles (2026-11-30): 16 rows 40 or 33, 679 or 553; 32 rows 68 or 37, 1,189 or 604; for 8 rows and fewer 1 to 3 % more.
-TILES_TOGETHER = 4
+ROW_TILES_AT_ONCE = 4
 #: Tokens from which on a dense layer's inputs are loaded by lines. H200, a step of K2.6 cut to 5 layers, µs, by fragments or lines
 #: (2026-11-30): 1 row 1,444 or 1,459, 5 rows 2,059 or 2,044, 8 rows 2,568 or 2,527.
 LINES_FROM = 4
@@ -24,7 +24,7 @@ CHUNKS_AHEAD = 3  # of them, on their way; with 2 or 4, or the loop over them un
 ROUTER_CHUNKS_AHEAD = 4  # beside weights in registers; with 2 the layer takes the same, with 7 registers spill
 GENERIC_TOKENS = 8
 HEAD_WARPS = 8  # of a block that holds row tiles of a head's weights
-HELD_STEPS = 16  # of a warp's weights, 4 registers each
+WEIGHT_STEPS_IN_REGISTERS = 16  # of a warp's weights, 4 registers each
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def dense_ring(steps: int) -> Ring:
 
 
 def blocks_per_sm(warps: int) -> int:
-    """16 warps on an SM may have 128 registers a thread: the sums of 32 tokens and TILES_TOGETHER, and what they are made of."""
+    """16 warps on an SM may have 128 registers a thread: the sums of 32 tokens and ROW_TILES_AT_ONCE, and what they are made of."""
     return min(12, 16 // warps)  # some targets hold 16 blocks
 
 

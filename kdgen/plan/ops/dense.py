@@ -24,10 +24,10 @@ from kdgen.plan.tuning import (
     CHUNKS_AHEAD,
     GENERIC_TOKENS,
     HEAD_WARPS,
-    HELD_STEPS,
     LINES_FROM,
-    TILES_TOGETHER,
+    ROW_TILES_AT_ONCE,
     TOKEN_TILES,
+    WEIGHT_STEPS_IN_REGISTERS,
     CType,
     blocks_per_sm,
     dense_ring,
@@ -202,7 +202,7 @@ class LinearOp(Op):
         p = LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
-            together=TILES_TOGETHER if ready else 1, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
+            together=ROW_TILES_AT_ONCE if ready else 1, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
             blocks_per_sm=blocks_per_sm(warps), chunk_steps=math.gcd(warp_steps, CHUNK_STEPS), chunks_ahead=CHUNKS_AHEAD,
             lines_from=LINES_FROM, rows_are_old=ready, out=out, gated=layer.gated, bias=layer.bias, accumulate=self.accumulate,
             epilogue_comment=epilogue,
@@ -242,7 +242,7 @@ class HeadsOp(Op):
         assert isinstance(linear, LinearMma)
         steps = layer.cols // 16 // linear.warps
         warps = max(HEAD_WARPS, linear.warps)
-        tiles = max(1, min(4, HELD_STEPS // steps, -(-row_tiles * linear.warps // warps)))
+        tiles = max(1, min(4, WEIGHT_STEPS_IN_REGISTERS // steps, -(-row_tiles * linear.warps // warps)))
         p = LinearHeads(
             name=layer.name + FEW, rows=layer.rows, x_stride=linear.x_stride, x_batch_stride=linear.x_batch_stride,
             y_stride=linear.y_stride, y_batch_stride=linear.y_batch_stride, splits=linear.warps, split_steps=steps, warps=warps,
@@ -267,4 +267,4 @@ class HeadsOp(Op):
 def heads_fit_registers(c: Context) -> bool:
     """Whether forwards of few rows hold the weights of the layers that each head has in registers."""
     widths = (c.spec.qk_nope_head_dim, c.spec.kv_lora_rank)
-    return c.tensor_cores and all(width // 16 // mma_warps(width) <= HELD_STEPS for width in widths)
+    return c.tensor_cores and all(width // 16 // mma_warps(width) <= WEIGHT_STEPS_IN_REGISTERS for width in widths)
