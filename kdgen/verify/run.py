@@ -46,7 +46,7 @@ from kdgen.verify.decoding.rounds import check_shipped_rounds, check_small_round
 from kdgen.verify.kernels import full_size
 from kdgen.verify.kernels import rank_sums as joins
 from kdgen.verify.kernels.check import KernelCheck, check_kernel, load_kernels
-from kdgen.verify.kernels.harness import SLICE_TILES, TOKENS, Bench, Findings, Size
+from kdgen.verify.kernels.harness import SLICE_TILES, TOKENS, Findings, Harness, Size
 from kdgen.verify.kernels.rope_tables import check_tables
 from kdgen.verify.kernels.text_rules import text_problems
 from kdgen.verify.kernels.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
@@ -634,10 +634,10 @@ def _trees(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check
         return
     load_kernels(backend, replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.name in wanted)))
     for name, compare in zip(wanted, (_compare_trees, _compare_walks), strict=True):
-        with Bench(backend, spec, plan, plan.kernel(name), np.random.default_rng(0)) as bench:
+        with Harness(backend, spec, plan, plan.kernel(name), np.random.default_rng(0)) as harness:
             try:
-                detail = compare(bench, cases)
-                problem = "; ".join(bench.findings.problems[:2])
+                detail = compare(harness, cases)
+                problem = "; ".join(harness.findings.problems[:2])
             except BackendError as error:
                 detail, problem = "", str(error)
         now = perf_counter()
@@ -648,24 +648,24 @@ def _trees(backend: Backend, spec: Spec, plan: Plan, say: Say) -> Iterator[Check
         began = now
 
 
-def _compare_trees(bench: Bench, cases: Sequence[TreeCase]) -> str:
+def _compare_trees(harness: Harness, cases: Sequence[TreeCase]) -> str:
     """The first nodes of a tree with a larger budget are the tree of a smaller one."""
     for case in cases:
         tokens, log_probs = ranked_rows(case.logits, MAX_NODES)
         budget = min(case.budget, MAX_NODES - 1)
-        got = launch_tree_build(bench, Draft(tokens.astype(np.int32), log_probs, budget))
-        compare_tree(bench, f"case {case.name}", got, case.tokens[:budget], case.parents[: budget + 1], case.depths[:budget])
+        got = launch_tree_build(harness, Draft(tokens.astype(np.int32), log_probs, budget))
+        compare_tree(harness, f"case {case.name}", got, case.tokens[:budget], case.parents[: budget + 1], case.depths[:budget])
     larger = sum(case.budget >= MAX_NODES for case in cases)
     return f"{len(cases)} trees, {larger} of them cut to {MAX_NODES - 1} nodes"
 
 
-def _compare_walks(bench: Bench, cases: Sequence[TreeCase]) -> str:
+def _compare_walks(harness: Harness, cases: Sequence[TreeCase]) -> str:
     walks = 0
     for case in (case for case in cases if len(case.tokens) < MAX_NODES):
         tree = Tree(case.tokens, case.depths, np.zeros(len(case.tokens)), case.parents)
         for posterior, accepted, following in zip(case.posterior, case.accepted, case.next_token, strict=True):
-            got = launch_tree_accept(bench, tree, posterior)
-            compare_walk(bench, f"case {case.name}", got, np.array([77, *case.tokens]), np.array(accepted), int(following))
+            got = launch_tree_accept(harness, tree, posterior)
+            compare_walk(harness, f"case {case.name}", got, np.array([77, *case.tokens]), np.array(accepted), int(following))
             walks += 1
     return f"{walks} walks"
 

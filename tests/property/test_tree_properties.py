@@ -18,7 +18,7 @@ from kdgen.plan.ir import Plan
 from kdgen.reference.tree import build_tree, walk
 from kdgen.spec.model import load_spec
 from kdgen.verify.kernels.check import load_kernels
-from kdgen.verify.kernels.harness import Bench
+from kdgen.verify.kernels.harness import Harness
 from kdgen.verify.kernels.trees import Draft, compare_tree, compare_walk, launch_tree_accept, launch_tree_build
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -79,10 +79,10 @@ def tree_plan(cpu_backend: Backend) -> Plan:
 @given(rows=draft_rows(max_depth=15, max_width=6), budget=st.integers(0, 63))
 def test_the_kernel_builds_the_references_tree(cpu_backend: Backend, tree_plan: Plan, rows: Rows, budget: int) -> None:
     tree = build_tree(*rows, budget)
-    with Bench(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_build"), np.random.default_rng(0)) as bench:
-        got = launch_tree_build(bench, Draft(rows[0].astype(np.int32), rows[1], budget))
-        compare_tree(bench, "the draft", got, tree.tokens, tree.parents, tree.depths)
-        assert not bench.findings.problems
+    with Harness(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_build"), np.random.default_rng(0)) as harness:
+        got = launch_tree_build(harness, Draft(rows[0].astype(np.int32), rows[1], budget))
+        compare_tree(harness, "the draft", got, tree.tokens, tree.parents, tree.depths)
+        assert not harness.findings.problems
 
 
 @given(rows=draft_rows(max_depth=15, max_width=6), budget=st.integers(0, 63), seed=st.integers(0, 2**32 - 1))
@@ -93,7 +93,7 @@ def test_the_kernel_walks_as_the_reference(cpu_backend: Backend, tree_plan: Plan
         if rng.random() < 0.7:
             posterior[tree.parents[node]] = tree.tokens[node - 1]
     accepted, following = walk(tree, posterior)
-    with Bench(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_accept"), rng) as bench:
-        got = launch_tree_accept(bench, tree, posterior)
-        compare_walk(bench, "the walk", got, np.array([77, *tree.tokens]), np.array(accepted), following)
-        assert not bench.findings.problems
+    with Harness(cpu_backend, load_spec("tiny"), tree_plan, tree_plan.kernel("tree_accept"), rng) as harness:
+        got = launch_tree_accept(harness, tree, posterior)
+        compare_walk(harness, "the walk", got, np.array([77, *tree.tokens]), np.array(accepted), following)
+        assert not harness.findings.problems

@@ -3,6 +3,7 @@ decodes of several sequences, in shuffled order with late copies, and under the 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +23,7 @@ from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.decoding.exact import check_exactness
 from kdgen.verify.kernels.check import CHECKS, check_kernel, check_kernels, load_kernels
-from kdgen.verify.kernels.harness import TOKENS
+from kdgen.verify.kernels.harness import TOKENS, Grid, Harness
 from kdgen.verify.variants import variants
 
 BACKENDS = {"cpu": TOKENS, "cpu-shuffled": (1, 9), "cpu-checker": (1, 9)}
@@ -82,6 +83,23 @@ def test_kernel_is_right(name: str, compute: Compute, place: int, backend: str) 
     rng = np.random.default_rng([1, place])
     check = check_kernel(loaded(name, compute, backend), spec, plan, plan.kernels[place], rng, tokens=BACKENDS[backend])
     assert check.ok, check.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"next_token": None}, "a launch of advance lacks next_token"),
+        ({"next_tokens": 0}, "advance has no parameter next_tokens"),
+        ({"next_token": 7}, "gives a number for const int"),
+    ],
+)
+def test_a_launch_binds_every_parameter_by_its_name(cpu_backend: Backend, changes: dict[str, int | None], said: str) -> None:
+    spec, plan = model("tiny", "f32")
+    kernel = plan.kernel("advance")
+    with Harness(cpu_backend, spec, plan, kernel, np.random.default_rng(0)) as harness:
+        given = {parameter.name: harness.integer(0) for parameter in kernel.parameters} | changes
+        with pytest.raises(ValueError, match=re.escape(said)):
+            harness.launch(Grid(), **{name: value for name, value in given.items() if value is not None})
 
 
 def test_every_template_has_a_check() -> None:

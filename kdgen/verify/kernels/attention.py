@@ -14,7 +14,8 @@ from kdgen.reference import ops
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.attention_schedule import drawn_schedules, grouped_rows
 from kdgen.verify.kernels.harness import (
-    Bench,
+    Grid,
+    Harness,
     Registry,
     cache_slots,
     check_rows,
@@ -36,26 +37,26 @@ FEW_CONTEXTS = (1, 33, 130)
 LONG_CONTEXTS = (255, 256, 257, 320)  #: the same, where splits are longer and a block's stages are filled again and again
 
 
-def drawn_angles(bench: Bench, positions: int, half: int) -> tuple[Array, Array]:
+def drawn_angles(harness: Harness, positions: int, half: int) -> tuple[Array, Array]:
     """Tables [positions, half] of cos and sin, with an amplitude."""
-    angles = np.arange(positions)[:, None] * bench.rng.uniform(0.01, 1, half)
+    angles = np.arange(positions)[:, None] * harness.rng.uniform(0.01, 1, half)
     return (1.25 * np.cos(angles)).astype(np.float32), (1.25 * np.sin(angles)).astype(np.float32)
 
 
 @for_template(CHECKS, ["rope_cache.cu.j2"])
-def check_rope_cache(bench: Bench) -> None:
+def check_rope_cache(harness: Harness) -> None:
     """Cache rows land in their sequence's slot and nowhere else; queries' rotary parts are rotated, the rest left alone."""
-    p, most = bench.p, max(bench.tokens)
+    p, most = harness.p, max(harness.tokens)
     row, half, nope, sequences = p.kv_lora + p.rope, p.rope // 2, p.qk_head - p.rope, 3
-    positions = bench.rng.permutation(np.arange(2 * most))[:most].astype(np.int32)
-    capacity = cache_slots(bench, 2 * most + 5)
-    slots = bench.rng.permutation(capacity)[:most].astype(np.int32)
-    sequence = bench.rng.integers(0, sequences, most).astype(np.int32)
-    kv_a = bench.random("f32", most, row)
-    kv_a *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)
-    weight = bench.random("f32", p.kv_lora)
-    q = bench.random(bench.act, most, p.heads, p.qk_head)
-    cos, sin = drawn_angles(bench, 2 * most, half)
+    positions = harness.rng.permutation(np.arange(2 * most))[:most].astype(np.int32)
+    capacity = cache_slots(harness, 2 * most + 5)
+    slots = harness.rng.permutation(capacity)[:most].astype(np.int32)
+    sequence = harness.rng.integers(0, sequences, most).astype(np.int32)
+    kv_a = harness.random("f32", most, row)
+    kv_a *= np.exp2(harness.rng.integers(-8, 8, (most, 1))).astype(np.float32)
+    weight = harness.random("f32", p.kv_lora)
+    q = harness.random(harness.act, most, p.heads, p.qk_head)
+    cos, sin = drawn_angles(harness, 2 * most, half)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -63,15 +64,27 @@ def check_rope_cache(bench: Bench) -> None:
         source[:, p.kv_a_offset : p.kv_a_offset + row] = kv_a[rows]
         q_rows = q[rows].copy()
         q_rows[..., :nope] = np.nan
-        unwritten = poison(bench.act, sequences, capacity, row)
-        cache, numbers = bench.far_apart(unwritten)
-        query = bench.poisoned(bench.act, guard(count), p.heads, row)
-        meta = [bench.input(values) for values in (numbers[sequence[rows]], positions[rows], slots[rows])]
-        tables = [bench.input(table) for table in (weight, q_rows, cos, sin)]
-        bench.launch(bench.integer(count), *meta, bench.input(source.reshape(-1)), *tables, cache, query, capacity, tokens=count)
-        written = written_rows(bench, cache, numbers, unwritten, sequence[rows], slots[rows])
-        rotated = split_guard(bench, "query", bench.read(query), count)
-        bench.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
+        unwritten = poison(harness.act, sequences, capacity, row)
+        cache, numbers = harness.far_apart(unwritten)
+        query = harness.poisoned(harness.act, guard(count), p.heads, row)
+        harness.launch(
+            Grid(count),
+            num_tokens=harness.integer(count),
+            row_sequence=harness.input(numbers[sequence[rows]]),
+            row_position=harness.input(positions[rows]),
+            row_slot=harness.input(slots[rows]),
+            kv_a=harness.input(source.reshape(-1)),
+            norm_weight=harness.input(weight),
+            q=harness.input(q_rows),
+            cos_table=harness.input(cos),
+            sin_table=harness.input(sin),
+            kv_cache=cache,
+            query=query,
+            context_capacity=capacity,
+        )
+        written = written_rows(harness, cache, numbers, unwritten, sequence[rows], slots[rows])
+        rotated = split_guard(harness, "query", harness.read(query), count)
+        harness.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
         return {"kv_cache": written, "query": rotated[..., p.kv_lora :]}
 
     c, s = cos[positions], sin[positions]
@@ -84,7 +97,7 @@ def check_rope_cache(bench: Bench) -> None:
     cache_rows = np.concatenate([latent, key], axis=1)
     error = np.concatenate([tolerances.normed(latent, p.kv_lora), 4 * tolerances.EPS32 * size], axis=1)
     check_rows(
-        bench,
+        harness,
         run,
         {
             "kv_cache": (cache_rows, error + tolerances.stored(cache_rows, p.act)),
@@ -115,54 +128,54 @@ class Rows:
 
 
 @for_template(CHECKS, ["mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2", "mla_attention_wgmma.cu.j2"])
-def check_attention(bench: Bench) -> None:
+def check_attention(harness: Harness) -> None:
     """Against float64, and bit for bit the same keys as a plain sequence, through tree paths, in other slabs and companies."""
-    p = bench.p
-    contexts: tuple[int, ...] = CONTEXTS if len(bench.tokens) > 2 else FEW_CONTEXTS
-    if bench.kernel.template == "mla_attention_wgmma.cu.j2":
-        contexts += LONG_CONTEXTS if len(bench.tokens) > 2 else LONG_CONTEXTS[-1:]
+    p = harness.p
+    contexts: tuple[int, ...] = CONTEXTS if len(harness.tokens) > 2 else FEW_CONTEXTS
+    if harness.kernel.template == "mla_attention_wgmma.cu.j2":
+        contexts += LONG_CONTEXTS if len(harness.tokens) > 2 else LONG_CONTEXTS[-1:]
     most = len(contexts)
-    heads = bench.few(p.heads, max(2, _heads_a_block(bench)))
-    keys = bench.random(bench.act, most, max(contexts), p.row)  # each row has its own sequence's
+    heads = harness.few(p.heads, max(2, _heads_a_block(harness)))
+    keys = harness.random(harness.act, most, max(contexts), p.row)  # each row has its own sequence's
     positions = np.array(contexts, np.int32) - 1
-    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)  # scores of order one
+    query = harness.random(harness.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)  # scores of order one
     if hasattr(p, "slack"):
         query[1::2] *= 32  # so that largest scores leave older ones far behind
     chain = _chain(query, positions, keys)
-    values, maxima, sums = _attend(bench, chain, heads)
-    _compare_attention(bench, (values, maxima, sums), chain, heads)
+    values, maxima, sums = _attend(harness, chain, heads)
+    _compare_attention(harness, (values, maxima, sums), chain, heads)
 
     others = {
-        "as tree nodes": _tree(bench, chain, np.arange(most)),
-        "as tree nodes in other slabs": _tree(bench, chain, bench.rng.permutation(most)),
+        "as tree nodes": _tree(harness, chain, np.arange(most)),
+        "as tree nodes in other slabs": _tree(harness, chain, harness.rng.permutation(most)),
     }
     for name, rows in others.items():
-        got = _attend(bench, rows, heads)
+        got = _attend(harness, rows, heads)
         for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
-            bench.findings.same_bits(f"{output} {name}", ours, theirs)
+            harness.findings.same_bits(f"{output} {name}", ours, theirs)
     for count in sorted({1, most // 2}):
-        some = bench.rng.permutation(most)[:count]
-        got = _attend(bench, others["as tree nodes"].chosen(some), heads)
+        some = harness.rng.permutation(most)[:count]
+        got = _attend(harness, others["as tree nodes"].chosen(some), heads)
         for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
-            bench.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
-    if bench.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
-        _check_groups(bench, heads)
+            harness.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
+    if harness.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
+        _check_groups(harness, heads)
 
 
-def _check_groups(bench: Bench, heads: int) -> None:
+def _check_groups(harness: Harness, heads: int) -> None:
     """Rows whose heads share tiles, as runs and trees of few sequences have them: against float64, and by bits as each row alone."""
-    p, longest = bench.p, max(LONG_CONTEXTS)
+    p, longest = harness.p, max(LONG_CONTEXTS)
     sequences, positions, prefixes, paths = grouped_rows(p, longest)
     most = len(positions)
-    query = bench.random(bench.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
-    together = Rows(query, sequences, positions, prefixes, paths, bench.random(bench.act, 5, longest + MAX_NODES, p.row))
-    got = _attend(bench, together, heads)
+    query = harness.random(harness.act, most, p.heads, p.row, scale=(p.row**0.5 * softmax_scale(p)[0]) ** -1)
+    together = Rows(query, sequences, positions, prefixes, paths, harness.random(harness.act, 5, longest + MAX_NODES, p.row))
+    got = _attend(harness, together, heads)
     keys = np.stack([_seen(together, row) for row in range(most)])
-    _compare_attention(bench, got, replace(together, cache=keys), heads)
+    _compare_attention(harness, got, replace(together, cache=keys), heads)
     for each in range(most):
-        alone = _attend(bench, together.chosen(np.array([each])), heads)
+        alone = _attend(harness, together.chosen(np.array([each])), heads)
         for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), alone, got, strict=True):
-            bench.findings.same_bits(f"{output} of row {each} alone", ours, theirs[each : each + 1])
+            harness.findings.same_bits(f"{output} of row {each} alone", ours, theirs[each : each + 1])
 
 
 def _seen(rows: Rows, row: int) -> Array:
@@ -179,8 +192,8 @@ def softmax_scale(p: Any) -> tuple[float, float]:
     return (p.scale_log2 * float(np.log(2)), float(np.log(2))) if hasattr(p, "scale_log2") else (p.scale, 1.0)
 
 
-def _heads_a_block(bench: Bench) -> int:
-    return {"mla_attention_mma.cu.j2": 16, "mla_attention_wgmma.cu.j2": WGMMA_TILE}.get(bench.kernel.template, 1)
+def _heads_a_block(harness: Harness) -> int:
+    return {"mla_attention_mma.cu.j2": 16, "mla_attention_wgmma.cu.j2": WGMMA_TILE}.get(harness.kernel.template, 1)
 
 
 def _chain(query: Array, positions: NDArray[np.int32], keys: Array) -> Rows:
@@ -193,54 +206,61 @@ def _chain(query: Array, positions: NDArray[np.int32], keys: Array) -> Rows:
     return Rows(query, np.arange(count, dtype=np.int32), positions, positions + 1, unused, cache)
 
 
-def _tree(bench: Bench, chain: Rows, slabs: NDArray[np.int64]) -> Rows:
+def _tree(harness: Harness, chain: Rows, slabs: NDArray[np.int64]) -> Rows:
     """The same keys, the last 1 to MAX_PATH of each row in scattered slots behind its prefix, every row in slab ``slabs[row]``."""
     count, paths = len(chain.positions), chain.paths.copy()
     cache = np.full((count, chain.cache.shape[1] + 3, chain.cache.shape[2]), np.nan, chain.cache.dtype)  # another stride too
     prefixes = np.empty_like(chain.prefixes)
     for i, position in enumerate(chain.positions):
-        depth = int(bench.rng.integers(1, min(MAX_PATH, position + 1) + 1))
+        depth = int(harness.rng.integers(1, min(MAX_PATH, position + 1) + 1))
         prefix = int(position) + 1 - depth
-        nodes = np.sort(bench.rng.permutation(MAX_NODES)[:depth])
+        nodes = np.sort(harness.rng.permutation(MAX_NODES)[:depth])
         prefixes[i], paths[i, :depth] = prefix, nodes
         cache[slabs[i], :prefix] = chain.cache[i, :prefix]
         cache[slabs[i], prefix + nodes] = chain.cache[i, prefix : position + 1]
     return replace(chain, sequences=slabs.astype(np.int32), prefixes=prefixes, paths=paths, cache=cache)
 
 
-def _attend(bench: Bench, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
+def _attend(harness: Harness, rows: Rows, heads: int) -> tuple[Array, Array, Array]:
     """The kernel's (values [M, S, heads, latent], max [M, S, heads], sum): poison, seen to be whole, where a row has no such split."""
-    p, count, longest = bench.p, len(rows.positions), int(rows.positions.max()) + 1
+    p, count, longest = harness.p, len(rows.positions), int(rows.positions.max()) + 1
     splits = p.splits.count(longest) + 1  # one more than needed, which must stay untouched
-    wgmma = bench.kernel.template == "mla_attention_wgmma.cu.j2"
+    wgmma = harness.kernel.template == "mla_attention_wgmma.cu.j2"
     shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
-    values = bench.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
-    outputs = [values, bench.poisoned("f32", *shape), bench.poisoned("f32", *shape)]
-    cache, numbers = sequences_apart(bench, rows.cache)
-    capacity, sequences = cache_slots(bench, rows.cache.shape[1]), numbers[rows.sequences]
+    values = harness.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
+    outputs = {"split_values": values, "split_max": harness.poisoned("f32", *shape), "split_sum": harness.poisoned("f32", *shape)}
+    cache, numbers = sequences_apart(harness, rows.cache)
+    capacity, sequences = cache_slots(harness, rows.cache.shape[1]), numbers[rows.sequences]
     if wgmma:
-        seen = [bench.input(drawn_schedules(bench, sequences, rows.positions, rows.prefixes))]
+        seen = {"schedules": drawn_schedules(harness, sequences, rows.positions, rows.prefixes)}
     else:
-        seen = [bench.integer(count), *(bench.input(values) for values in (sequences, rows.positions, rows.prefixes))]
-    bench.launch(
-        *seen, bench.input(rows.paths), bench.input(rows.query), cache, *outputs, capacity, splits,
-        tokens=count, context=longest, grid={1: -(-heads // _heads_a_block(bench))},
-    )  # fmt: skip
+        meta = {"row_sequence": sequences, "row_position": rows.positions, "row_prefix": rows.prefixes}
+        seen = {"num_tokens": np.array([count], np.int32), **meta}
+    harness.launch(
+        Grid(count, longest, replaced={1: -(-heads // _heads_a_block(harness))}),
+        row_path=harness.input(rows.paths),
+        query=harness.input(rows.query),
+        kv_cache=cache,
+        context_capacity=capacity,
+        max_splits=splits,
+        **harness.inputs(seen),
+        **outputs,
+    )
     live = np.zeros((guard(count), splits), bool)
     for i, position in enumerate(rows.positions):
         live[i, : p.splits.of(position) + 1] = True
     results = []
-    for name, array in zip(("split_values", "split_max", "split_sum"), outputs, strict=True):
-        got = bench.read(array)
+    for name, array in outputs.items():
+        got = harness.read(array)
         if wgmma:
             got = in_pieces(got) if array is values else got.transpose(0, 2, 1)
-        bench.findings.untouched(f"{name} of splits that a row does not have", got[~live])
-        bench.findings.untouched(f"{name} of other heads", got[:, :, heads:])
+        harness.findings.untouched(f"{name} of splits that a row does not have", got[~live])
+        harness.findings.untouched(f"{name} of other heads", got[:, :, heads:])
         # the number of splits follows from the longest row; what every launch may have
         full = poison(array.dtype, count, p.splits.count(max(*CONTEXTS, *LONG_CONTEXTS, longest)) + 1, *got.shape[2:])
         full[:, :splits] = got[:count]
         results.append(full[:, :, :heads])
-    bench.release()
+    harness.release()
     return results[0], results[1], results[2]
 
 
@@ -250,9 +270,9 @@ def in_pieces(values: Array) -> Array:
     return pieces.swapaxes(-3, -2).reshape(values.shape)
 
 
-def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
+def _compare_attention(harness: Harness, got: tuple[Array, Array, Array], rows: Rows, heads: int) -> None:
     """Each split of each row against float64, relative to the kernel's own maximum, which any value near the true one may be."""
-    p = bench.p
+    p = harness.p
     values, maxima, sums = got
     scale, unit = softmax_scale(p)
     for i, position in enumerate(rows.positions):
@@ -266,17 +286,17 @@ def _compare_attention(bench: Bench, got: tuple[Array, Array, Array], rows: Rows
             where = f"row {i} (position {position}) split {split}"
             largest = maxima[i, split].astype(np.float64) * unit
             expected_largest, either = largest_scores(s, error, p.slack * unit) if hasattr(p, "slack") else (s.max(axis=1), 0.0)
-            bench.findings.close(f"split_max of {where}", largest, expected_largest, error.max(axis=1) + either)
+            harness.findings.close(f"split_max of {where}", largest, expected_largest, error.max(axis=1) + either)
             top = largest[:, None]
             e = np.exp(s - top)
             relative = tolerances.probabilities(error, top - s, s.shape[1])
-            bench.findings.close(f"split_sum of {where}", sums[i, split], e.sum(axis=1), (e * relative).sum(axis=1))
+            harness.findings.close(f"split_sum of {where}", sums[i, split], e.sum(axis=1), (e * relative).sum(axis=1))
             off = (e * relative) @ np.abs(latent) + tolerances.dot(tolerances.terms_norm(e, latent.T), s.shape[1])
-            if bench.act == "bf16":
+            if harness.act == "bf16":
                 off = off + tolerances.bf16_average(tolerances.terms_norm(e, latent.T), e @ np.abs(latent))
             expected = e @ latent
             stored = tolerances.stored(expected, "bf16" if values.dtype != np.float32 else "float")
-            bench.findings.close(f"split_values of {where}", values[i, split], expected, off + stored)
+            harness.findings.close(f"split_values of {where}", values[i, split], expected, off + stored)
 
 
 def largest_scores(scores: Array, error: Array, slack: float) -> tuple[Array, Array]:
@@ -292,16 +312,16 @@ def largest_scores(scores: Array, error: Array, slack: float) -> tuple[Array, Ar
 
 
 @for_template(CHECKS, ["row_groups.cu.j2"])
-def check_row_groups(bench: Bench) -> None:
+def check_row_groups(harness: Harness) -> None:
     """Full groups, then what is left, then none; more groups than a warp has lanes."""
-    groups, most = 40, bench.p.rows
-    for count in (*bench.tokens, most - 1, most, most + 1, 35 * most + 2, groups * most):
-        rows = bench.poisoned("i32", groups + 1)
-        bench.launch(bench.integer(count), rows, groups)
-        got = bench.read(rows)
-        bench.findings.equal(f"group_rows of {count}", got[:groups], np.clip(count - np.arange(groups) * most, 0, most))
-        bench.findings.untouched("group_rows beyond the last", got[groups:])
-        bench.release()
+    groups, most = 40, harness.p.rows
+    for count in (*harness.tokens, most - 1, most, most + 1, 35 * most + 2, groups * most):
+        rows = harness.poisoned("i32", groups + 1)
+        harness.launch(Grid(), num_tokens=harness.integer(count), group_rows=rows, groups=groups)
+        got = harness.read(rows)
+        harness.findings.equal(f"group_rows of {count}", got[:groups], np.clip(count - np.arange(groups) * most, 0, most))
+        harness.findings.untouched("group_rows beyond the last", got[groups:])
+        harness.release()
 
 
 #: Splits that are more than a kernel makes weights for at a time, and than it looks ahead for the largest of.
@@ -319,12 +339,13 @@ class Parts:
     maxima: Array  # [M, S, heads]
     sums: Array
 
-    def inputs(self, rows: NDArray[np.int64], wgmma: bool) -> list[Array]:
-        """The kernels' inputs for chosen rows."""
+    def inputs(self, rows: NDArray[np.int64], wgmma: bool) -> dict[str, Array]:
+        """The kernels' inputs for chosen rows, by parameter name."""
         partial = [self.values[rows], self.maxima[rows], self.sums[rows]]
         if wgmma:
             partial = [in_pieces(partial[0]), *(array.transpose(0, 2, 1).copy() for array in partial[1:])]
-        return [self.positions[rows], *partial]
+        values, maxima, sums = partial
+        return {"row_position": self.positions[rows], "split_values": values, "split_max": maxima, "split_sum": sums}
 
     def joined(self, heads: int, wgmma: bool) -> tuple[Array, Array]:
         """The first heads' latents [M, heads, latent] in float64, and how far off they may be before they are stored."""
@@ -341,16 +362,16 @@ class Parts:
         return expected, (np.abs(parts) * relative).sum(axis=1) / total + np.abs(expected) * relative.max(axis=1)
 
 
-def drawn_parts(bench: Bench, wgmma: bool, most: int, splits: int) -> Parts:
+def drawn_parts(harness: Harness, wgmma: bool, most: int, splits: int) -> Parts:
     """So many rows' splits, at most so many of each, with maxima far apart; NaN where a row has none."""
-    p = bench.p
-    positions = bench.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
+    p = harness.p
+    positions = harness.rng.integers(0, p.splits.begin(splits - 1), most).astype(np.int32)
     edges = [p.splits.begin(splits - 1), 0, *(p.splits.begin(split) - back for split in (1, 2) for back in (1, 0))]
     positions[: len(edges)] = edges[:most]
     live = np.arange(splits) <= np.array([p.splits.of(int(position)) for position in positions])[:, None]
-    maxima = bench.random("f32", most, splits, p.heads, scale=8.0)
-    sums = (1 + np.abs(bench.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
-    values = bench.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
+    maxima = harness.random("f32", most, splits, p.heads, scale=8.0)
+    sums = (1 + np.abs(harness.random("f32", most, splits, p.heads, scale=16.0))).astype(np.float32)
+    values = harness.random("f32", most, splits, p.heads, p.kv_lora) * sums[..., None]
     if wgmma:
         values = values.astype(numpy_dtype("bf16"))
     for array in (maxima, sums, values):
@@ -359,62 +380,65 @@ def drawn_parts(bench: Bench, wgmma: bool, most: int, splits: int) -> Parts:
 
 
 @for_template(CHECKS, ["mla_combine.cu.j2", "mla_combine_wgmma.cu.j2", "mla_combine_rows.cu.j2"])
-def check_combine(bench: Bench) -> None:
+def check_combine(harness: Harness) -> None:
     """Split results joined: values over sums, each weighed by e^(max − largest max), or the power of 2."""
-    p, most = bench.p, max(bench.tokens)
-    wgmma = bench.kernel.template != "mla_combine.cu.j2"
-    twin = bench.decode_twin
-    heads = bench.few(p.heads // 8) * 8 if wgmma else bench.few(p.heads)  # it joins 8 at a time
-    parts = drawn_parts(bench, wgmma, most, SPLITS if wgmma else FEW_SPLITS)
+    p, most = harness.p, max(harness.tokens)
+    wgmma = harness.kernel.template != "mla_combine.cu.j2"
+    twin = harness.decode_twin
+    heads = harness.few(p.heads // 8) * 8 if wgmma else harness.few(p.heads)  # it joins 8 at a time
+    parts = drawn_parts(harness, wgmma, most, SPLITS if wgmma else FEW_SPLITS)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None, parts: Parts = parts) -> dict[str, Array]:
         count = len(rows)
-        output = bench.poisoned(bench.act, guard(count), p.heads, p.kv_lora)
-        inputs = [bench.input(array) for array in parts.inputs(rows, wgmma)]
+        output = harness.poisoned(harness.act, guard(count), p.heads, p.kv_lora)
         every_head = {1: heads // 8 * p.kv_lora // 64 if wgmma else heads}
         if twin and not kernel:
             every_head = {0: heads // 8}
-        splits = parts.live.shape[1]
-        bench.launch(bench.integer(count), *inputs, output, splits, tokens=count, grid=every_head, kernel=kernel)
-        got = split_guard(bench, "output", bench.read(output), count)
-        bench.findings.untouched("output of other heads", got[:, heads:])
+        harness.launch(
+            Grid(count, replaced=every_head, kernel=kernel), num_tokens=harness.integer(count), output=output,
+            max_splits=parts.live.shape[1], **harness.inputs(parts.inputs(rows, wgmma)),
+        )  # fmt: skip
+        got = split_guard(harness, "output", harness.read(output), count)
+        harness.findings.untouched("output of other heads", got[:, heads:])
         return {"output": got[:, :heads]}
 
     expected, error = parts.joined(heads, wgmma)
-    check_rows(bench, run, {"output": (expected, error + tolerances.stored(expected, bench.act))})
+    check_rows(harness, run, {"output": (expected, error + tolerances.stored(expected, harness.act))})
     # more splits than weights are made for at a time, and a last one that outweighs the others by more than a float holds
-    long = drawn_parts(bench, wgmma, 2, MANY_SPLITS if wgmma else p.block + FEW_SPLITS)
+    long = drawn_parts(harness, wgmma, 2, MANY_SPLITS if wgmma else p.block + FEW_SPLITS)
     long.maxima[0, -1] += 256
     expected, error = long.joined(heads, wgmma)
     got = run(np.arange(2), parts=long)["output"]
-    bench.findings.close("output of many splits", got, expected, error + tolerances.stored(expected, bench.act))
+    harness.findings.close("output of many splits", got, expected, error + tolerances.stored(expected, harness.act))
     if twin:
         every = np.arange(most)
-        bench.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])
+        harness.findings.same_bits(f"output of {twin.name}", run(every)["output"], run(every, twin)["output"])
 
 
 @for_template(CHECKS, ["combine_and_heads.cu.j2"])
-def check_combine_and_heads(bench: Bench) -> None:
+def check_combine_and_heads(harness: Harness) -> None:
     """y[m, h] = W[h] x[m, h], where x are split results joined; the bits are those of the two kernels that it stands for."""
-    p, most = bench.p, max(bench.tokens)
-    heads = bench.few(p.heads // 8) * 8  # as many as the kernel that joins splits takes at a time
-    some, long = drawn_parts(bench, True, most, SPLITS), drawn_parts(bench, True, 2, MANY_SPLITS)
+    p, most = harness.p, max(harness.tokens)
+    heads = harness.few(p.heads // 8) * 8  # as many as the kernel that joins splits takes at a time
+    some, long = drawn_parts(harness, True, most, SPLITS), drawn_parts(harness, True, 2, MANY_SPLITS)
     long.maxima[0, -1] += 256  # the last split outweighs the others by more than a float holds
-    w = bench.random("f32", heads, p.rows, p.kv_lora, scale=p.kv_lora**-0.5).astype(numpy_dtype("bf16"))
-    packed, combine, linear = pack_mma_a(w), bench.plan.kernel(p.combine), bench.plan.kernel(p.linear)
+    w = harness.random("f32", heads, p.rows, p.kv_lora, scale=p.kv_lora**-0.5).astype(numpy_dtype("bf16"))
+    packed, combine, linear = pack_mma_a(w), harness.plan.kernel(p.combine), harness.plan.kernel(p.linear)
 
     def run(rows: NDArray[np.int64], alone: bool = True, parts: Parts = some) -> dict[str, Array]:
         count, splits = len(rows), parts.live.shape[1]
-        inputs = [bench.integer(count), *(bench.input(array) for array in parts.inputs(rows, wgmma=True))]
-        weight, y = bench.input(packed), bench.poisoned("bf16", guard(count), p.heads, p.rows)
+        number, inputs = harness.integer(count), harness.inputs(parts.inputs(rows, wgmma=True))
+        weight, y = harness.input(packed), harness.poisoned("bf16", guard(count), p.heads, p.rows)
         if alone:
-            bench.launch(*inputs, weight, y, splits, count, tokens=count, grid={0: heads})
+            grid = Grid(count, replaced={0: heads})
+            harness.launch(grid, num_tokens=number, weight=weight, y=y, max_splits=splits, max_rows=count, **inputs)
         else:
-            latent = bench.poisoned("bf16", guard(count), p.heads, p.kv_lora)
-            bench.launch(*inputs, latent, splits, tokens=count, grid={1: heads // 8 * p.kv_lora // 64}, kernel=combine)
-            bench.launch(inputs[0], latent, weight, y, tokens=count, grid={2: heads}, kernel=linear)
-        got = split_guard(bench, "y", bench.read(y), count)
-        bench.findings.untouched("y of other heads", got[:, heads:])
+            latent = harness.poisoned("bf16", guard(count), p.heads, p.kv_lora)
+            grid = Grid(count, replaced={1: heads // 8 * p.kv_lora // 64}, kernel=combine)
+            harness.launch(grid, num_tokens=number, output=latent, max_splits=splits, **inputs)
+            harness.launch(Grid(count, replaced={2: heads}, kernel=linear), num_tokens=number, x=latent, weight=weight, y=y)
+        got = split_guard(harness, "y", harness.read(y), count)
+        harness.findings.untouched("y of other heads", got[:, heads:])
         return {"y": got[:, :heads]}
 
     x, off = some.joined(heads, wgmma=True)
@@ -423,7 +447,7 @@ def check_combine_and_heads(bench: Bench) -> None:
     for head in range(heads):
         values[:, head] = ops.linear(x[:, head], w[head])
         error[:, head] = ops.linear(off[:, head], np.abs(w[head])) + tolerances.dot(tolerances.terms_norm(x[:, head], w[head]), p.kv_lora)
-    check_rows(bench, run, {"y": (values, error + tolerances.EPS32 * np.abs(values) + tolerances.stored(values, "bf16"))})
+    check_rows(harness, run, {"y": (values, error + tolerances.EPS32 * np.abs(values) + tolerances.stored(values, "bf16"))})
     for parts in (some, long):
         every, title = np.arange(len(parts.positions)), f"y of {combine.name} and {linear.name}, {parts.live.shape[1]} splits"
-        bench.findings.same_bits(title, run(every, parts=parts)["y"], run(every, alone=False, parts=parts)["y"])
+        harness.findings.same_bits(title, run(every, parts=parts)["y"], run(every, alone=False, parts=parts)["y"])

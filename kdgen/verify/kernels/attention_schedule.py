@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.ir import MAX_PATH
-from kdgen.verify.kernels.harness import SURPLUS_ROWS, Bench, Registry, for_template, poison
+from kdgen.verify.kernels.harness import SURPLUS_ROWS, Grid, Harness, Registry, for_template, poison
 
 Array = NDArray[Any]
 
@@ -34,10 +34,10 @@ class WorkItem:
     old_keys: int
 
 
-def drawn_schedules(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> Array:
+def drawn_schedules(harness: Harness, sequences: Array, positions: Array, prefixes: Array) -> Array:
     """The splits of rows dealt out at random to the blocks of attention, for its kernel: no bit of a row may depend on who has which."""
-    p, rng = bench.p, bench.rng
-    blocks = bench.kernel.grid[0].value(len(positions) + SURPLUS_ROWS, int(positions.max()) + 1, 1, bench.backend.processors)
+    p, rng = harness.p, harness.rng
+    blocks = harness.kernel.grid[0].value(len(positions) + SURPLUS_ROWS, int(positions.max()) + 1, 1, harness.backend.processors)
     whole: list[WorkItem] = []
     for first in range(0, len(positions), p.group):
         members = range(first, min(first + p.group, len(positions)))
@@ -62,48 +62,48 @@ def drawn_schedules(bench: Bench, sequences: Array, positions: Array, prefixes: 
 
 
 @for_template(CHECKS, ["attention_schedule.cu.j2", "attention_schedule_of_groups.cu.j2"])
-def check_attention_schedule(bench: Bench) -> None:
+def check_attention_schedule(harness: Harness) -> None:
     """Each split of each row is one block's, and no block has more work than an equal part of it, up to a split."""
-    p = bench.p
+    p = harness.p
     sequences, positions, prefixes, _ = grouped_rows(p, LONGEST)
-    _check_schedule(bench, sequences, positions, prefixes)
+    _check_schedule(harness, sequences, positions, prefixes)
     edges = [p.splits.begin(split) + over for split in (1, 2, 5) for over in (-1, 0, 1)]
-    for count in (*bench.tokens, ATTENTION_ROWS[bench.spec.kv_lora_rank]):
+    for count in (*harness.tokens, ATTENTION_ROWS[harness.spec.kv_lora_rank]):
         alone = np.resize(np.array([*edges, 0, 20 * LONGEST]), count)
-        _check_schedule(bench, np.arange(count), alone, alone + 1)
+        _check_schedule(harness, np.arange(count), alone, alone + 1)
         run, tree = LONGEST + np.arange(count), LONGEST + (np.arange(count) + 1) // 2
-        _check_schedule(bench, np.zeros(count, int), run, run + 1)
-        _check_schedule(bench, np.zeros(count, int), tree, np.full(count, LONGEST))
+        _check_schedule(harness, np.zeros(count, int), run, run + 1)
+        _check_schedule(harness, np.zeros(count, int), tree, np.full(count, LONGEST))
     for rows in range(1, 3):  # which have several blocks each
         for position in (5 * LONGEST, 20 * LONGEST, 20 * LONGEST + 70, 1 << 15, (1 << 15) + 70, (1 << 16) + 5000):
-            _check_schedule(bench, np.arange(rows), np.full(rows, position), np.full(rows, position + 1))
-    blocks = bench.kernel.grid[0].cap or 0
+            _check_schedule(harness, np.arange(rows), np.full(rows, position), np.full(rows, position + 1))
+    blocks = harness.kernel.grid[0].cap or 0
     if p.group == 1 and blocks >= LEFT_OVER:
-        _check_left_over_blocks(bench, blocks)
+        _check_left_over_blocks(harness, blocks)
         # one block is left over, which cannot visit all rows
         most = np.full(blocks - 1, p.splits.begin(p.splits.of(1 << 15)) + 1)
-        _check_schedule(bench, np.arange(len(most)), most, most + 1)
-        _check_most_items(bench, blocks)
+        _check_schedule(harness, np.arange(len(most)), most, most + 1)
+        _check_most_items(harness, blocks)
 
 
-def _check_left_over_blocks(bench: Bench, blocks: int) -> None:
+def _check_left_over_blocks(harness: Harness, blocks: int) -> None:
     """Blocks that are left over, when every row has equally many, take three rows' last splits: short ones, and no long ones."""
-    p = bench.p
+    p = harness.p
     short = p.splits.of(3 * (64 + 64) - 1) + 1
     last = np.array([p.splits.begin(short) + 1, p.splits.begin(3) - 1, p.splits.begin(short + 2) + 1])
     long = blocks // LEFT_OVER
     positions = last.repeat(long)
-    found = _check_schedule(bench, np.arange(len(positions)), positions, positions + 1)
+    found = _check_schedule(harness, np.arange(len(positions)), positions, positions + 1)
     for block, items in enumerate(found[len(positions) :]):
         rows = range(block, len(positions), blocks - len(positions))
         expected = [(row, p.splits.of(int(positions[row]))) for row in rows if row // long != 1]
         if [(item.row, item.begin_split) for item in items] != expected:
-            bench.findings.problem(f"a block that is left over has {items}, not the last splits (row, split) {expected}")
+            harness.findings.problem(f"a block that is left over has {items}, not the last splits (row, split) {expected}")
 
 
-def _check_most_items(bench: Bench, blocks: int) -> None:
+def _check_most_items(harness: Harness, blocks: int) -> None:
     """As many rows as a block that is left over has items for, and one row more. Their last splits are short enough to be taken."""
-    p = bench.p
+    p = harness.p
     position = p.splits.begin(p.splits.of((p.max_items + 1) * (64 + 64) - 1) + 1)
     for room in (True, False):
         fitting = [count for count in range(blocks // 2 + 1, blocks) if (-(-count // (blocks - count)) <= p.max_items) == room]
@@ -111,31 +111,34 @@ def _check_most_items(bench: Bench, blocks: int) -> None:
             continue  # so few blocks that none can take so many rows
         count = max(fitting) if room else min(fitting)
         positions = np.full(count, position)
-        found = _check_schedule(bench, np.arange(count), positions, positions + 1)
+        found = _check_schedule(harness, np.arange(count), positions, positions + 1)
         if any(map(bool, found[count:])) != room:
-            bench.findings.problem(f"blocks that {count} rows leave over have {found[count:]}; there are enough items: {room}")
+            harness.findings.problem(f"blocks that {count} rows leave over have {found[count:]}; there are enough items: {room}")
 
 
-def _check_schedule(bench: Bench, sequences: Array, positions: Array, prefixes: Array) -> list[list[WorkItem]]:
+def _check_schedule(harness: Harness, sequences: Array, positions: Array, prefixes: Array) -> list[list[WorkItem]]:
     """The work items of each block, after these have been checked."""
-    p, count, before = bench.p, len(positions), 3
-    meta = [bench.input(values.astype(np.int32)) for values in (sequences, positions, prefixes)]
+    p, count, before = harness.p, len(positions), 3
+    meta = {"row_sequence": sequences, "row_position": positions, "row_prefix": prefixes}
     context = int(positions.max()) + 1
-    blocks = bench.kernel.grid[0].value(count + SURPLUS_ROWS, context, 1, bench.backend.processors)
-    table = bench.poisoned("i32", blocks + 1, 1 + 2 * p.max_items, 4)
-    bench.launch(bench.integer(count), *meta, table, before, tokens=count, context=context)
-    got = bench.read(table)
-    bench.release()
-    bench.findings.untouched("schedules of blocks that are not there", got[blocks:])
+    blocks = harness.kernel.grid[0].value(count + SURPLUS_ROWS, context, 1, harness.backend.processors)
+    table = harness.poisoned("i32", blocks + 1, 1 + 2 * p.max_items, 4)
+    harness.launch(
+        Grid(count, context), num_tokens=harness.integer(count), schedules=table, first_row=before,
+        **harness.inputs({name: values.astype(np.int32) for name, values in meta.items()}),
+    )  # fmt: skip
+    got = harness.read(table)
+    harness.release()
+    harness.findings.untouched("schedules of blocks that are not there", got[blocks:])
     seen = [np.zeros(p.splits.of(int(position)) + 1, int) for position in positions]
     found: list[list[WorkItem]] = []
     for block in range(blocks):
         items = int(got[block, 0, 0])
         if not 1 <= items <= p.max_items:
-            bench.findings.problem(f"block {block} has {items} work items, not 1 to {p.max_items}")
+            harness.findings.problem(f"block {block} has {items} work items, not 1 to {p.max_items}")
             return found
         mine = [WorkItem(*map(int, each)) for each in got[block, 1 : 1 + 2 * items].reshape(-1, 8)]
-        bench.findings.untouched(f"work items of block {block} behind its last", got[block, 1 + 2 * items :])
+        harness.findings.untouched(f"work items of block {block} behind its last", got[block, 1 + 2 * items :])
         if mine == [WorkItem(0, 0, 0, 0, 0, 0, 0, 0)]:
             mine = []
         found.append(mine)
@@ -143,37 +146,37 @@ def _check_schedule(bench: Bench, sequences: Array, positions: Array, prefixes: 
             rows = list(range(item.row, item.row + item.rows))
             where = f"of row {item.row} in block {block}"
             if not 0 <= item.begin_split < item.end_split or not 0 <= item.row < item.row + item.rows <= count:
-                bench.findings.problem(f"block {block} has an item without work: {item}")
+                harness.findings.problem(f"block {block} has an item without work: {item}")
                 return found
-            bench.findings.equal(f"sequence {where}", np.full(item.rows, item.sequence), sequences[rows])
-            bench.findings.equal(f"prefix {where}", np.array(item.prefix), prefixes[item.row])
-            bench.findings.equal(f"old keys {where}", np.array(item.old_keys), positions[item.row] - before - item.row)
+            harness.findings.equal(f"sequence {where}", np.full(item.rows, item.sequence), sequences[rows])
+            harness.findings.equal(f"prefix {where}", np.array(item.prefix), prefixes[item.row])
+            harness.findings.equal(f"old keys {where}", np.array(item.old_keys), positions[item.row] - before - item.row)
             end = p.splits.begin(item.end_split)
             if item.rows == 1:
-                bench.findings.equal(f"end of keys {where}", np.array(min(item.keys, end)), min(positions[item.row] + 1, end))
+                harness.findings.equal(f"end of keys {where}", np.array(min(item.keys, end)), min(positions[item.row] + 1, end))
             elif item.keys < end or prefixes[rows].min() < end:
-                bench.findings.problem(f"not all rows see whole what they share: {item}")
+                harness.findings.problem(f"not all rows see whole what they share: {item}")
             for row in rows:
                 seen[row][item.begin_split : item.end_split] += 1
     for row, times in enumerate(seen):
-        bench.findings.equal(f"how often splits of row {row} are some block's", times, np.ones_like(times))
-    _check_balance(bench, found, positions)
+        harness.findings.equal(f"how often splits of row {row} are some block's", times, np.ones_like(times))
+    _check_balance(harness, found, positions)
     return found
 
 
-def _check_balance(bench: Bench, found: list[list[WorkItem]], positions: Array) -> None:
+def _check_balance(harness: Harness, found: list[list[WorkItem]], positions: Array) -> None:
     """No block has more work than an equal part of that of its rows, and a split. Where a row has tiles of heads to itself, no block has
     so much that another block of the row should have got its lowest split, which is dealt out last.
     """
-    p, blocks = bench.p, len(found)
+    p, blocks = harness.p, len(found)
     groups = -(-len(positions) // p.group)
     workers, together = max(1, blocks // groups), -(-groups // blocks)  # blocks of a group, groups of a block
-    work = [sum(_work(bench, position + 1, 0, p.splits.of(int(position)) + 1)) for position in positions]
+    work = [sum(_work(harness, position + 1, 0, p.splits.of(int(position)) + 1)) for position in positions]
     splits = [
         [
             tiles
             for item in sorted(items, key=lambda each: each.begin_split)
-            for tiles in _work(bench, item.keys, item.begin_split, item.end_split)
+            for tiles in _work(harness, item.keys, item.begin_split, item.end_split)
         ]
         for items in found
     ]
@@ -183,22 +186,22 @@ def _check_balance(bench: Bench, found: list[list[WorkItem]], positions: Array) 
     most = sum(sorted(work)[-p.group * together :]) // workers + longest + starts
     for block, each in enumerate(splits):
         if sum(each) > most:
-            bench.findings.problem(f"block {block} has {sum(each)} tiles' work, where {most} would be enough")
+            harness.findings.problem(f"block {block} has {sum(each)} tiles' work, where {most} would be enough")
     if p.group > 1 or workers == 1:
         return
     for row in range(groups):
         least = min(map(sum, splits[row * workers : (row + 1) * workers]))
         for worker, each in enumerate(splits[row * workers : (row + 1) * workers]):
             if each and sum(each[1:]) > least:
-                bench.findings.problem(
+                harness.findings.problem(
                     f"worker {worker} of row {row} has splits of {each} tiles, where another has {least} tiles of work in all"
                 )
 
 
-def _work(bench: Bench, keys: int, begin_split: int, end_split: int) -> list[int]:
+def _work(harness: Harness, keys: int, begin_split: int, end_split: int) -> list[int]:
     """What a row's splits take, of ``keys`` keys in all, in tiles."""
-    begins = [bench.p.splits.begin(split) for split in range(begin_split, end_split + 1)]
-    return [-(-(min(end, keys) - begin) // 64) + bench.p.split_tiles for begin, end in itertools.pairwise(begins)]
+    begins = [harness.p.splits.begin(split) for split in range(begin_split, end_split + 1)]
+    return [-(-(min(end, keys) - begin) // 64) + harness.p.split_tiles for begin, end in itertools.pairwise(begins)]
 
 
 def grouped_rows(p: Any, longest: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

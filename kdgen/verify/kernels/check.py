@@ -21,7 +21,7 @@ from kdgen.verify.kernels import attention_schedule as shares
 from kdgen.verify.kernels import drafter as drafts
 from kdgen.verify.kernels import few_rows as heads
 from kdgen.verify.kernels import rank_sums as joins
-from kdgen.verify.kernels.harness import TOKENS, Bench, Registry, Size, Skip
+from kdgen.verify.kernels.harness import TOKENS, Harness, Registry, Size, Skip
 
 CHECKS: Registry = {
     **dense.CHECKS,
@@ -76,23 +76,23 @@ def check_kernel(
     A kernel that the backend stops (a race, an access out of bounds) failed; one without a check fails too.
     """
 
-    def outcome(ran: bool, ok: bool, why: str, bench: Bench | None = None) -> KernelCheck:
-        error, tolerance = (bench.findings.error, bench.findings.tolerance) if bench else (0.0, 0.0)
-        sliced, bits = (bench.was_cut, bench.findings.bits) if bench else (False, 0)
+    def outcome(ran: bool, ok: bool, why: str, harness: Harness | None = None) -> KernelCheck:
+        error, tolerance = (harness.findings.error, harness.findings.tolerance) if harness else (0.0, 0.0)
+        sliced, bits = (harness.was_cut, harness.findings.bits) if harness else (False, 0)
         return KernelCheck(kernel.name, kernel.template, ran, tuple(tokens), error, tolerance, ok, why, sliced, bits)
 
     check = CHECKS.get(kernel.template)
     if check is None:
         return outcome(False, False, f"{kernel.template} has no check")
-    with Bench(backend, spec, plan, kernel, rng, size, tuple(tokens)) as bench:
+    with Harness(backend, spec, plan, kernel, rng, size, tuple(tokens)) as harness:
         try:
-            check(bench)
+            check(harness)
         except Skip as reason:
-            return outcome(False, False, str(reason), bench)
+            return outcome(False, False, str(reason), harness)
         except BackendError as error:
-            return outcome(True, False, str(error), bench)
-        problems = bench.findings.problems
-    return outcome(True, not problems, _summary(problems), bench)
+            return outcome(True, False, str(error), harness)
+        problems = harness.findings.problems
+    return outcome(True, not problems, _summary(problems), harness)
 
 
 def _summary(problems: Sequence[str]) -> str:

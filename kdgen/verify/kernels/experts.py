@@ -11,7 +11,7 @@ from kdgen.plan.ir import Kernel
 from kdgen.reference import int4, ops
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.dense import interleaved
-from kdgen.verify.kernels.harness import SLICE_TILES, Bench, Registry, check_rows, for_template, guard, poison, spaced, split_guard
+from kdgen.verify.kernels.harness import SLICE_TILES, Grid, Harness, Registry, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.published import router_of
 from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
 
@@ -29,37 +29,40 @@ GRIDS = ((1 / 16, 24), (1 / 4, 24), (1, 4), (2, 1))
 
 
 @for_template(CHECKS, ["router_topk.cu.j2"])
-def check_router_topk(bench: Bench) -> None:
+def check_router_topk(harness: Harness) -> None:
     """Experts and weights, in order; logits from a coarse grid, so that many scores are equal."""
-    p, most = bench.p, max(bench.tokens)
-    bias = _choice_bias(bench, p)
-    logits = np.stack([_router_row(bench, p, row, bias) for row in range(most)])
+    p, most = harness.p, max(harness.tokens)
+    bias = _choice_bias(harness, p)
+    logits = np.stack([_router_row(harness, p, row, bias) for row in range(most)])
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        experts, weights = bench.poisoned("i32", guard(count), p.top_k), bench.poisoned("f32", guard(count), p.top_k)
-        biases = [bench.input(bias)] if bias is not None else []
-        bench.launch(bench.integer(count), bench.input(logits[rows]), *biases, experts, weights, tokens=count)
+        experts, weights = harness.poisoned("i32", guard(count), p.top_k), harness.poisoned("f32", guard(count), p.top_k)
+        biases = {} if bias is None else {"correction_bias": harness.input(bias)}
+        harness.launch(
+            Grid(count), num_tokens=harness.integer(count), logits=harness.input(logits[rows]), topk_experts=experts, topk_weights=weights,
+            **biases,
+        )  # fmt: skip
         return {
-            "topk_experts": split_guard(bench, "topk_experts", bench.read(experts), count),
-            "topk_weights": split_guard(bench, "topk_weights", bench.read(weights), count),
+            "topk_experts": split_guard(harness, "topk_experts", harness.read(experts), count),
+            "topk_weights": split_guard(harness, "topk_weights", harness.read(weights), count),
         }
 
-    experts, weights = ops.router(logits, router_of(bench.spec), bias)
+    experts, weights = ops.router(logits, router_of(harness.spec), bias)
     error = tolerances.positive_sum(weights, p.experts if p.softmax else p.top_k) + 2 * tolerances.formula(weights)
-    check_rows(bench, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
+    check_rows(harness, run, {"topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, error)})
 
 
-def _choice_bias(bench: Bench, p: Any) -> Array | None:
+def _choice_bias(harness: Harness, p: Any) -> Array | None:
     """The correction bias [E] of a choice with parameters ``p``, where it has one."""
     if not p.has_bias:
         return None
-    bias = (bench.rng.integers(-7, 2, p.experts) / 8).astype(np.float32)
+    bias = (harness.rng.integers(-7, 2, p.experts) / 8).astype(np.float32)
     bias[1::32] = 0.25  # the best are equal where logits are, and all of one lane
     return np.asarray(bias)
 
 
-def _router_row(bench: Bench, p: Any, row: int, bias: Array | None) -> Array:
+def _router_row(harness: Harness, p: Any, row: int, bias: Array | None) -> Array:
     """Logits [E] without near ties. Rows 0 and 1 are extreme: all equal, and so far apart that sigmoids saturate. The others take
     turns at the grids, or where those give near ties at the next coarser one.
     """
@@ -67,7 +70,7 @@ def _router_row(bench: Bench, p: Any, row: int, bias: Array | None) -> Array:
         return np.zeros(p.experts, np.float32)
     for attempt in range(400):
         step, most = (40, 1) if row == 1 else GRIDS[min(row % len(GRIDS) + attempt // 100, len(GRIDS) - 1)]
-        logits = (bench.rng.integers(-most, most + 1, p.experts) * step).astype(np.float32)
+        logits = (harness.rng.integers(-most, most + 1, p.experts) * step).astype(np.float32)
         if not _near_ties(p, logits, bias):
             return np.asarray(logits)
     return np.zeros(p.experts, np.float32)
@@ -106,58 +109,60 @@ def sorted_by_expert(topk: Array, experts: int) -> tuple[Array, Array, Array, Ar
     return active, (ends - counts[active]).astype(np.int32), ends, assignments
 
 
-def _random_topk(bench: Bench, count: int, experts: int, top_k: int) -> NDArray[np.int32]:
+def _random_topk(harness: Harness, count: int, experts: int, top_k: int) -> NDArray[np.int32]:
     """Distinct experts a token; some experts are popular, so that token tiles fill and overflow."""
     popularity = np.exp2(-np.arange(experts) / max(1, experts / 4))
-    keys = bench.rng.random((count, experts)) ** (1 / popularity)
+    keys = harness.rng.random((count, experts)) ** (1 / popularity)
     return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
 
 
 class _Lists:
     """Buffers for ``total`` assignments grouped by expert, and what should be in them."""
 
-    def __init__(self, bench: Bench, experts: int, total: int) -> None:
+    def __init__(self, harness: Harness, experts: int, total: int) -> None:
         self.experts = experts
-        self.arrays = [bench.poisoned("i32", size) for size in (1, experts, experts, experts, total + 2)]
+        sizes = {"num_active": 1, "active_expert": experts, "active_begin": experts, "active_end": experts, "assignments": total + 2}
+        self.arrays = {name: harness.poisoned("i32", size) for name, size in sizes.items()}  # by the names of kernels' parameters
 
-    def check(self, bench: Bench, topk: Array) -> None:
+    def check(self, harness: Harness, topk: Array) -> None:
         """``topk``: [M, k], the experts that were grouped; where some are none, their own check says so."""
         if topk.min() < 0 or topk.max() >= self.experts:
             return
-        number, *lists, assignments = (bench.read(array) for array in self.arrays)
+        found = {name: harness.read(array) for name, array in self.arrays.items()}
         active, begins, ends, order = sorted_by_expert(topk, self.experts)
-        bench.findings.equal("num_active", number, np.array([len(active)], np.int32))
-        for name, got, expected in zip(("active_expert", "active_begin", "active_end"), lists, (active, begins, ends), strict=True):
-            bench.findings.equal(name, got[: len(active)], expected)
-            bench.findings.equal(f"{name} beyond the active experts", got[len(active) :], np.zeros(self.experts - len(active), np.int32))
-        bench.findings.equal("assignments", assignments[: topk.size], order)
-        bench.findings.untouched("assignments beyond the last", assignments[topk.size :])
+        harness.findings.equal("num_active", found["num_active"], np.array([len(active)], np.int32))
+        for name, expected in (("active_expert", active), ("active_begin", begins), ("active_end", ends)):
+            got = found[name]
+            harness.findings.equal(name, got[: len(active)], expected)
+            harness.findings.equal(f"{name} beyond the active experts", got[len(active) :], np.zeros(self.experts - len(active), np.int32))
+        harness.findings.equal("assignments", found["assignments"][: topk.size], order)
+        harness.findings.untouched("assignments beyond the last", found["assignments"][topk.size :])
 
 
 @for_template(CHECKS, ["moe_sort.cu.j2"])
-def check_moe_sort(bench: Bench) -> None:
-    p = bench.p
-    for count in (*bench.tokens, 1024 // p.top_k + 2):  # more assignments than a thread each, and than fit one tile of them
-        uniform = np.argsort(bench.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
+def check_moe_sort(harness: Harness) -> None:
+    p = harness.p
+    for count in (*harness.tokens, 1024 // p.top_k + 2):  # more assignments than a thread each, and than fit one tile of them
+        uniform = np.argsort(harness.rng.random((count, p.experts)), axis=1)[:, : p.top_k].astype(np.int32)
         same = np.broadcast_to(np.arange(p.experts - p.top_k, p.experts, dtype=np.int32)[::-1], (count, p.top_k))
-        for topk in (uniform, _random_topk(bench, count, p.experts, p.top_k), np.ascontiguousarray(same)):
-            lists = _Lists(bench, p.experts, count * p.top_k)
-            bench.launch(bench.integer(count), bench.input(topk), *lists.arrays, tokens=count)
-            lists.check(bench, topk)
-            bench.release()
+        for topk in (uniform, _random_topk(harness, count, p.experts, p.top_k), np.ascontiguousarray(same)):
+            lists = _Lists(harness, p.experts, count * p.top_k)
+            harness.launch(Grid(count), num_tokens=harness.integer(count), topk_experts=harness.input(topk), **lists.arrays)
+            lists.check(harness, topk)
+            harness.release()
 
 
 @for_template(CHECKS, ["linear_and_choice.cu.j2"])
-def check_linear_and_choice(bench: Bench) -> None:
+def check_linear_and_choice(harness: Harness) -> None:
     """A linear layer's y[m] = W x[m], added to what is there or not, the experts that logits choose, and these grouped."""
-    p, most = bench.p.linear, max(bench.tokens)
-    choice, wanted = bench.p.choice, bench.few(p.rows, SLICE_TILES * 16)
-    x = bench.random("bf16", most, p.cols)
-    w = bench.random("f32", 1, wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
+    p, most = harness.p.linear, max(harness.tokens)
+    choice, wanted = harness.p.choice, harness.few(p.rows, SLICE_TILES * 16)
+    x = harness.random("bf16", most, p.cols)
+    w = harness.random("f32", 1, wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
     packed = pack_mma_a(w)
-    residual = bench.random("f32", most, wanted) if p.accumulate else np.zeros((most, wanted), np.float32)
-    bias = _choice_bias(bench, choice)
-    logits = np.stack([_router_row(bench, choice, row, bias) for row in range(most)])
+    residual = harness.random("f32", most, wanted) if p.accumulate else np.zeros((most, wanted), np.float32)
+    bias = _choice_bias(harness, choice)
+    logits = np.stack([_router_row(harness, choice, row, bias) for row in range(most)])
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
@@ -165,28 +170,34 @@ def check_linear_and_choice(bench: Bench) -> None:
         if p.accumulate:
             y[:count, :wanted] = residual[rows]
         outputs = {
-            "y": bench.input(y),
-            "topk_experts": bench.poisoned("i32", guard(count), choice.top_k),
-            "topk_weights": bench.poisoned("f32", guard(count), choice.top_k),
+            "y": harness.input(y),
+            "topk_experts": harness.poisoned("i32", guard(count), choice.top_k),
+            "topk_weights": harness.poisoned("f32", guard(count), choice.top_k),
         }
-        lists = _Lists(bench, choice.experts, count * choice.top_k)
-        biases = [bench.input(bias)] if bias is not None else []
-        bench.launch(
-            bench.integer(count), bench.input(x[rows]), bench.input(packed), outputs["y"], bench.input(logits[rows]), *biases,
-            outputs["topk_experts"], outputs["topk_weights"], *lists.arrays, tokens=count, row_tiles=-(-wanted // 16),
-            grid={0: 3},  # two blocks for the linear layer, so that each takes one row tile after another
-        )  # fmt: skip
-        found = {name: split_guard(bench, name, bench.read(array), count) for name, array in outputs.items()}
-        lists.check(bench, found["topk_experts"])
-        bench.findings.untouched("y of other rows", found["y"][:, wanted:])
+        lists = _Lists(harness, choice.experts, count * choice.top_k)
+        biases = {} if bias is None else {"correction_bias": harness.input(bias)}
+        harness.launch(
+            # two blocks for the linear layer, so that each takes one row tile after another
+            Grid(count, replaced={0: 3}, row_tiles=-(-wanted // 16)),
+            num_tokens=harness.integer(count),
+            x=harness.input(x[rows]),
+            weight=harness.input(packed),
+            router_logits=harness.input(logits[rows]),
+            **biases,
+            **outputs,
+            **lists.arrays,
+        )
+        found = {name: split_guard(harness, name, harness.read(array), count) for name, array in outputs.items()}
+        lists.check(harness, found["topk_experts"])
+        harness.findings.untouched("y of other rows", found["y"][:, wanted:])
         return found | {"y": found["y"][:, :wanted]}
 
-    experts, weights = ops.router(logits, router_of(bench.spec), bias)
+    experts, weights = ops.router(logits, router_of(harness.spec), bias)
     off = tolerances.positive_sum(weights, choice.experts if choice.softmax else choice.top_k) + 2 * tolerances.formula(weights)
     y = ops.linear(x, w[0])
     error = tolerances.dot(tolerances.terms_norm(x, w[0]), p.cols) + 2 * tolerances.EPS32 * (np.abs(y) + np.abs(y + residual))
     expected = {"y": (y + residual, error), "topk_experts": (experts, np.zeros(1)), "topk_weights": (weights, off)}
-    check_rows(bench, run, expected)
+    check_rows(harness, run, expected)
 
 
 #: Templates that read weights in tensor-core fragments.
@@ -194,51 +205,52 @@ MMA_EXPERTS = ("experts_mma.cu.j2", "experts_wgmma.cu.j2")
 
 
 @for_template(CHECKS, ["experts_f32.cu.j2", *MMA_EXPERTS])
-def check_experts(bench: Bench) -> None:
+def check_experts(harness: Harness) -> None:
     """y[assignment] = W[expert] x, for tokens grouped by expert as moe_sort does. A token's bits must not depend on its company, and a
     kernel for many rows must have those of the one for few.
     """
-    p, spec = bench.p, bench.spec
-    if bench.decode_twin:
-        bench.tokens += (p.tokens + 1,)
-    most = max(bench.tokens)
-    mma = bench.kernel.template in MMA_EXPERTS
+    p, spec = harness.p, harness.spec
+    if harness.decode_twin:
+        harness.tokens += (p.tokens + 1,)
+    most = max(harness.tokens)
+    mma = harness.kernel.template in MMA_EXPERTS
     outputs = p.rows // 2 if p.gated else p.rows
-    experts = bench.few(spec.n_routed_experts or 0)
+    experts = harness.few(spec.n_routed_experts or 0)
     top_k = min(spec.num_experts_per_tok, experts)
     tile = (8 if p.gated else 16) if mma else 32
-    wanted = bench.few(outputs, SLICE_TILES * tile)
+    wanted = harness.few(outputs, SLICE_TILES * tile)
     full_top_k = spec.num_experts_per_tok
     x_places = full_top_k // p.assignments_per_x_row  # 1 where every place reads its token's row
     out = p.out if mma else "float"
 
-    topk = _random_topk(bench, most, experts, top_k)
-    x = bench.random(bench.act, most, x_places, p.cols)
-    packed, w, group_terms = _expert_weights(bench, experts, wanted)
+    topk = _random_topk(harness, most, experts, top_k)
+    x = harness.random(harness.act, most, x_places, p.cols)
+    packed, w, group_terms = _expert_weights(harness, experts, wanted)
     far = spaced(experts, spec.n_routed_experts or 0)
 
     def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
         count = len(rows)
         active, begins, ends, order = sorted_by_expert(topk[rows], experts)
-        weight, numbers = bench.spread(packed, far, spec.n_routed_experts or 0)
+        weight, numbers = harness.spread(packed, far, spec.n_routed_experts or 0)
         # an assignment is token * (experts a token) + place; a slice may have fewer experts than a token takes places
         order = (order // top_k * full_top_k + order % top_k).astype(np.int32)
-        y = bench.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
+        y = harness.poisoned("bf16" if out == "bf16" else "f32", guard(count) * full_top_k, outputs)
         unused = np.full((spec.n_routed_experts or 0) - len(active), 1 << 30, np.int32)  # what old lists left behind the new
-        lists = [bench.input(np.append(array, unused)) for array in (numbers[active], begins, ends)]
         row_tiles = -(-wanted // tile)
-        arguments = (
-            bench.input(np.array([len(active)], np.int32)),
-            *lists,
-            bench.input(order),
-            bench.input(x[rows]),
-            weight,
-            y,
+        harness.launch(
+            Grid(count, replaced={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel),
+            num_active=harness.integer(len(active)),
+            active_expert=harness.input(np.append(numbers[active], unused)),
+            active_begin=harness.input(np.append(begins, unused)),
+            active_end=harness.input(np.append(ends, unused)),
+            assignments=harness.input(order),
+            x=harness.input(x[rows]),
+            weight=weight,
+            y=y,
         )
-        bench.launch(*arguments, tokens=count, grid={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel)
-        got = split_guard(bench, "y", bench.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
-        bench.findings.untouched("y of other rows", got[:, :, wanted:])
-        bench.findings.untouched("y of other places", got[:, top_k:])
+        got = split_guard(harness, "y", harness.read(y), count * full_top_k).reshape(count, full_top_k, outputs)
+        harness.findings.untouched("y of other rows", got[:, :, wanted:])
+        harness.findings.untouched("y of other places", got[:, top_k:])
         return {"y": got[:, :top_k, :wanted]}
 
     expected = np.empty((most, top_k, wanted))
@@ -253,28 +265,28 @@ def check_experts(bench: Bench) -> None:
             gate, up = y[:, :wanted], y[:, wanted:]
             y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
         expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
-    check_rows(bench, run, {"y": (expected, error)})
+    check_rows(harness, run, {"y": (expected, error)})
     # one row over and over: its experts get more tokens than the kernel takes at a time
-    count = p.tokens + 6 if bench.decode_twin else CROWD
+    count = p.tokens + 6 if harness.decode_twin else CROWD
     crowd, alone = run(np.zeros(count, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
-    bench.findings.same_bits(f"y of {count} equal rows", crowd, np.repeat(alone, count, axis=0))
-    if twin := bench.decode_twin:
+    harness.findings.same_bits(f"y of {count} equal rows", crowd, np.repeat(alone, count, axis=0))
+    if twin := harness.decode_twin:
         rows = np.arange(most)
-        bench.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+        harness.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
 
 
-def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
+def _expert_weights(harness: Harness, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
     """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64, sizes of the terms in a group).
 
     Experts lie whole strides apart even where only their first rows are filled. On tensor cores the INT4 kernel adds up (128 + u) x and
     −136 x over a group for (u − 8) x, and what rounding does to those larger terms remains: the last result is the root of the sum of
     their squares, times the scale, for each weight.
     """
-    p = bench.p
+    p = harness.p
     rows = (2 if p.gated else 1) * wanted
-    mma = bench.kernel.template in MMA_EXPERTS
+    mma = harness.kernel.template in MMA_EXPERTS
     if not p.int4:
-        w = bench.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
+        w = harness.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
         w = w.astype(numpy_dtype("bf16" if mma or p.weight == "bf16" else "f32"))
         if mma:
             memory = poison("bf16", experts, -(-p.rows // 16) * 16 * p.cols)
@@ -284,10 +296,10 @@ def _expert_weights(bench: Bench, experts: int, wanted: int) -> tuple[Array, Arr
         whole = np.full((experts, p.cols, p.rows), np.nan, w.dtype)
         _place(whole, w.swapaxes(1, 2), wanted, p)
         return whole, w.astype(np.float64), None
-    assert bench.spec.quantization is not None
-    group = bench.spec.quantization.group_size
-    q = bench.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
-    scale = (bench.rng.uniform(0.5, 2, (experts, rows, p.cols // group)) * (21.5 * p.cols) ** -0.5).astype(numpy_dtype("bf16"))
+    assert harness.spec.quantization is not None
+    group = harness.spec.quantization.group_size
+    q = harness.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
+    scale = (harness.rng.uniform(0.5, 2, (experts, rows, p.cols // group)) * (21.5 * p.cols) ** -0.5).astype(numpy_dtype("bf16"))
     w64 = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), group, axis=2)
     if mma:
         memory = poison("u8", experts, -(-p.rows // 16) * -(-p.cols // 64) * 576)

@@ -14,7 +14,8 @@ from kdgen.verify.kernels.attention import drawn_angles
 from kdgen.verify.kernels.dense import interleaved
 from kdgen.verify.kernels.harness import (
     SLICE_TILES,
-    Bench,
+    Grid,
+    Harness,
     Registry,
     cache_slots,
     check_rows,
@@ -32,26 +33,29 @@ CHECKS: Registry = {}
 
 
 @for_template(CHECKS, ["linear_heads.cu.j2"])
-def check_linear_heads(bench: Bench) -> None:
+def check_linear_heads(harness: Harness) -> None:
     """y[m, h] = W[h] x[m, h], and behind it, where the kernel rotates, what stands behind x[m, h], turned by the row's position."""
-    p, most, every = bench.p, max(bench.tokens), bench.kernel.grid[2].times
-    heads, cols, rope = bench.few(every), p.splits * p.split_steps * 16, p.rope if p.rotates else 0
-    x = bench.random("bf16", most, heads, cols + rope)
-    w = bench.random("f32", heads, p.rows, cols, scale=cols**-0.5).astype(numpy_dtype("bf16"))
-    packed, positions = pack_mma_a(w), bench.rng.permutation(2 * most)[:most].astype(np.int32)
-    cos, sin = drawn_angles(bench, 2 * most, p.rope // 2)
+    p, most, every = harness.p, max(harness.tokens), harness.kernel.grid[2].times
+    heads, cols, rope = harness.few(every), p.splits * p.split_steps * 16, p.rope if p.rotates else 0
+    x = harness.random("bf16", most, heads, cols + rope)
+    w = harness.random("f32", heads, p.rows, cols, scale=cols**-0.5).astype(numpy_dtype("bf16"))
+    packed, positions = pack_mma_a(w), harness.rng.permutation(2 * most)[:most].astype(np.int32)
+    cos, sin = drawn_angles(harness, 2 * most, p.rope // 2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
         memory = np.full((count, p.x_stride), np.nan, x.dtype)
         for head in range(heads):
             memory[:, head * p.x_batch_stride : head * p.x_batch_stride + cols + rope] = x[rows, head]
-        y = bench.poisoned("bf16", guard(count), p.y_stride)
-        turning = [bench.input(positions[rows]), bench.input(cos), bench.input(sin)] if p.rotates else []
-        bench.launch(bench.integer(count), bench.input(memory), bench.input(packed), *turning, y, tokens=count, grid={2: heads})
-        written = split_guard(bench, "y", bench.read(y), count).reshape(count, every, p.y_batch_stride)
-        bench.findings.untouched("y of other heads", written[:, heads:])
-        bench.findings.untouched("y behind its outputs", written[:, :heads, p.rows + rope :])
+        y = harness.poisoned("bf16", guard(count), p.y_stride)
+        turning = {"row_position": positions[rows], "cos_table": cos, "sin_table": sin} if p.rotates else {}
+        harness.launch(
+            Grid(count, replaced={2: heads}), num_tokens=harness.integer(count), x=harness.input(memory), weight=harness.input(packed), y=y,
+            **harness.inputs(turning),
+        )  # fmt: skip
+        written = split_guard(harness, "y", harness.read(y), count).reshape(count, every, p.y_batch_stride)
+        harness.findings.untouched("y of other heads", written[:, heads:])
+        harness.findings.untouched("y behind its outputs", written[:, :heads, p.rows + rope :])
         mine = written[:, :heads]
         return {"y": mine[..., : p.rows]} | ({"rotated": mine[..., p.rows : p.rows + rope]} if rope else {})
 
@@ -64,33 +68,45 @@ def check_linear_heads(bench: Bench) -> None:
         turned = ops.rope(x[..., cols:], cos[positions], sin[positions], p.interleave)
         size = np.abs(x[..., cols:].astype(np.float64)).max(axis=-1, keepdims=True)
         expected["rotated"] = turned, 4 * tolerances.EPS32 * size + tolerances.stored(turned, p.act)
-    check_rows(bench, run, expected)
+    check_rows(harness, run, expected)
 
 
 @for_template(CHECKS, ["norm_and_cache.cu.j2"])
-def check_norm_and_cache(bench: Bench) -> None:
+def check_norm_and_cache(harness: Harness) -> None:
     """The low-rank query's norm, and cache rows in their sequence's slot and nowhere else."""
-    norm, p, most, sequences = bench.p.norm, bench.p.cache, max(bench.tokens), 3
+    norm, p, most, sequences = harness.p.norm, harness.p.cache, max(harness.tokens), 3
     row = p.kv_lora + p.rope
-    positions = bench.rng.permutation(2 * most)[:most].astype(np.int32)
-    capacity = cache_slots(bench, 2 * most + 5)
-    slots = bench.rng.permutation(capacity)[:most].astype(np.int32)
-    sequence = bench.rng.integers(0, sequences, most).astype(np.int32)
-    projected = bench.random("f32", most, norm.width + row)
-    projected *= np.exp2(bench.rng.integers(-8, 8, (most, 1))).astype(np.float32)
-    gain, latent_gain = bench.random("f32", norm.width), bench.random("f32", p.kv_lora)
-    cos, sin = drawn_angles(bench, 2 * most, p.rope // 2)
+    positions = harness.rng.permutation(2 * most)[:most].astype(np.int32)
+    capacity = cache_slots(harness, 2 * most + 5)
+    slots = harness.rng.permutation(capacity)[:most].astype(np.int32)
+    sequence = harness.rng.integers(0, sequences, most).astype(np.int32)
+    projected = harness.random("f32", most, norm.width + row)
+    projected *= np.exp2(harness.rng.integers(-8, 8, (most, 1))).astype(np.float32)
+    gain, latent_gain = harness.random("f32", norm.width), harness.random("f32", p.kv_lora)
+    cos, sin = drawn_angles(harness, 2 * most, p.rope // 2)
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        unwritten = poison(bench.act, sequences, capacity, row)
-        cache, numbers = bench.far_apart(unwritten)
-        meta = numbers[sequence[rows]], positions[rows], slots[rows]
-        inputs = [bench.input(each) for each in (*meta, projected[rows], gain, latent_gain, cos, sin)]
-        q_a = bench.poisoned(bench.act, guard(count), norm.width)
-        bench.launch(bench.integer(count), *inputs, q_a, cache, capacity, tokens=count)
-        written = written_rows(bench, cache, numbers, unwritten, sequence[rows], slots[rows])
-        return {"q_a": split_guard(bench, "q_a", bench.read(q_a), count), "kv_cache": written}
+        unwritten = poison(harness.act, sequences, capacity, row)
+        cache, numbers = harness.far_apart(unwritten)
+        q_a = harness.poisoned(harness.act, guard(count), norm.width)
+        harness.launch(
+            Grid(count),
+            num_tokens=harness.integer(count),
+            row_sequence=harness.input(numbers[sequence[rows]]),
+            row_position=harness.input(positions[rows]),
+            row_slot=harness.input(slots[rows]),
+            q_a_kv_a=harness.input(projected[rows]),
+            q_a_weight=harness.input(gain),
+            kv_a_weight=harness.input(latent_gain),
+            cos_table=harness.input(cos),
+            sin_table=harness.input(sin),
+            q_a=q_a,
+            kv_cache=cache,
+            context_capacity=capacity,
+        )
+        written = written_rows(harness, cache, numbers, unwritten, sequence[rows], slots[rows])
+        return {"q_a": split_guard(harness, "q_a", harness.read(q_a), count), "kv_cache": written}
 
     q, latent, key = np.split(projected, [norm.width, norm.width + p.kv_lora], axis=1)
     query = ops.rmsnorm(q, gain, norm.eps)
@@ -100,7 +116,7 @@ def check_norm_and_cache(bench: Bench) -> None:
     size = np.broadcast_to(2 * np.abs(key.astype(np.float64)).max(axis=1, keepdims=True), key.shape)
     error = np.concatenate([tolerances.normed(normed, p.kv_lora), 4 * tolerances.EPS32 * size], axis=1)
     check_rows(
-        bench,
+        harness,
         run,
         {
             "q_a": (query, tolerances.normed(query, norm.width) + tolerances.stored(query, norm.act)),
@@ -110,26 +126,31 @@ def check_norm_and_cache(bench: Bench) -> None:
 
 
 @for_template(CHECKS, ["linear_and_router.cu.j2"])
-def check_linear_and_router(bench: Bench) -> None:
+def check_linear_and_router(harness: Harness) -> None:
     """silu(gate) * up of a gated layer's first outputs, and the logits of all experts."""
-    p, experts, most = bench.p.linear, bench.p.router.experts, max(bench.tokens)
-    wanted = bench.few(p.rows // 2, SLICE_TILES * 8)
-    x = bench.random("bf16", most, p.cols)
-    router = bench.random("bf16", experts, p.cols, scale=p.cols**-0.5)
-    w = bench.random("f32", 1, 2 * wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
+    p, experts, most = harness.p.linear, harness.p.router.experts, max(harness.tokens)
+    wanted = harness.few(p.rows // 2, SLICE_TILES * 8)
+    x = harness.random("bf16", most, p.cols)
+    router = harness.random("bf16", experts, p.cols, scale=p.cols**-0.5)
+    w = harness.random("f32", 1, 2 * wanted, p.cols, scale=p.cols**-0.5).astype(numpy_dtype("bf16"))
     packed = pack_mma_a(interleaved(w, 8))
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        y, logits = bench.poisoned("bf16", guard(count), p.y_stride), bench.poisoned("f32", guard(count), experts)
-        bench.launch(
-            bench.integer(count), bench.input(x[rows]), bench.input(packed), y, bench.input(router), logits, tokens=count,
+        y, logits = harness.poisoned("bf16", guard(count), p.y_stride), harness.poisoned("f32", guard(count), experts)
+        harness.launch(
             # one block takes all row tiles and groups of experts; of three, one has fewer of both
-            row_tiles=-(-wanted // 8), grid={0: 1 + count % 3},
-        )  # fmt: skip
-        got = split_guard(bench, "y", bench.read(y), count)
-        bench.findings.untouched("y of other rows", got[:, wanted:])
-        return {"y": got[:, :wanted], "logits": split_guard(bench, "logits", bench.read(logits), count)}
+            Grid(count, replaced={0: 1 + count % 3}, row_tiles=-(-wanted // 8)),
+            num_tokens=harness.integer(count),
+            x=harness.input(x[rows]),
+            weight=harness.input(packed),
+            y=y,
+            router_weight=harness.input(router),
+            router_logits=logits,
+        )
+        got = split_guard(harness, "y", harness.read(y), count)
+        harness.findings.untouched("y of other rows", got[:, wanted:])
+        return {"y": got[:, :wanted], "logits": split_guard(harness, "logits", harness.read(logits), count)}
 
     both, off = ops.linear(x, w[0]), tolerances.dot(tolerances.terms_norm(x, w[0]), p.cols)
     gate, up = both[:, :wanted], both[:, wanted:]
@@ -138,4 +159,4 @@ def check_linear_and_router(bench: Bench) -> None:
         "y": (y, error + tolerances.EPS32 * np.abs(y) + tolerances.stored(y, p.out)),
         "logits": (ops.linear(x, router), tolerances.dot(tolerances.terms_norm(x, router), p.cols)),
     }
-    check_rows(bench, run, expected)
+    check_rows(harness, run, expected)

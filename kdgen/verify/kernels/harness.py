@@ -1,4 +1,4 @@
-"""The bench a kernel is checked on: buffers full of poison, a launch, and comparisons that remember the worst element."""
+"""What checks run a kernel in: buffers full of poison, launches by parameter name, comparisons that remember the worst element."""
 
 from __future__ import annotations
 
@@ -90,13 +90,34 @@ class Findings:
             self.problem(f"{what}: {int(written.sum())} bytes were written outside the rows asked for")
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The grid of a launch: the kernel's own for so many token rows, keys that a row may see, and sequences.
+
+    ``replaced`` has other extents for single dimensions of it. A kernel whose blocks take up one tile of rows after another takes up the
+    first ``row_tiles``, or all of them. ``kernel`` is another kernel of the plan, to be launched in place of the one that is checked. The
+    grid is for more token rows than there are: hosts know an upper bound alone, and blocks beyond the last row must do nothing.
+    """
+
+    tokens: int = 1
+    context: int = 1
+    sequences: int = 1
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    row_tiles: int | None = None
+    kernel: Kernel | None = None
+
+    def blocks(self, kernel: Kernel, processors: int) -> tuple[int, int, int]:
+        x, y, z = (extent.value(self.tokens + SURPLUS_ROWS, self.context, self.sequences, processors) for extent in kernel.grid)
+        return self.replaced.get(0, x), self.replaced.get(1, y), self.replaced.get(2, z)
+
+
 def bits(values: Array) -> Array:
     """The same memory as unsigned integers of the item's size."""
     return np.ascontiguousarray(values).view(np.dtype(f"u{values.dtype.itemsize}"))
 
 
 @dataclass
-class Bench:
+class Harness:
     """One kernel of one plan on one backend, with random inputs from ``rng``; frees on exit what it allocated."""
 
     backend: Backend
@@ -110,7 +131,7 @@ class Bench:
     was_cut: bool = False  #: a slice that is less than the whole kernel
     _arrays: list[DeviceArray] = field(default_factory=list)
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Harness:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -155,6 +176,10 @@ class Bench:
         array = self.backend.to_device(values, names[values.dtype])
         self._arrays.append(array)
         return array
+
+    def inputs(self, values: Mapping[str, Array]) -> dict[str, DeviceArray]:
+        """Arguments by parameter name: each array on the device."""
+        return {name: self.input(array) for name, array in values.items()}
 
     def spread(self, values: Array, places: Array, count: int) -> tuple[DeviceArray, Array]:
         """``values`` [few, …] as those at ``places`` of ``count`` on the device, and where they are: a slice's items as far apart as all of
@@ -208,34 +233,36 @@ class Bench:
 
     # ---- launch ---------------------------------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        *arguments: DeviceArray | int,
-        tokens: int = 1,
-        context: int = 1,
-        sequences: int = 1,
-        grid: Mapping[int, int] | None = None,
-        row_tiles: int | None = None,
-        kernel: Kernel | None = None,
-    ) -> None:
-        """Run the kernel on its planned grid, with single dimensions of it replaced by ``grid``, on its first ``row_tiles`` or all of them.
+    def launch(self, grid: Grid, **arguments: DeviceArray | int) -> None:
+        """Run the kernel, or the one that ``grid`` names, with an argument for each of its C++ parameters, by name.
 
-        ``kernel`` is another one of the plan that takes its place. The grid is for more token rows than there are: hosts know an upper
-        bound alone, and blocks beyond the last row must do nothing.
+        The number of row tiles is ``grid``'s. Raises ValueError where a parameter has no argument or an argument no parameter, and where a
+        number is given for a pointer or memory for a number: the check is wrong, not the kernel.
         """
-        kernel = kernel or self.kernel
-        processors = self.backend.processors
-        x, y, z = (extent.value(tokens + SURPLUS_ROWS, context, sequences, processors) for extent in kernel.grid)
-        grid = grid or {}
+        kernel = grid.kernel or self.kernel
         if kernel.row_tiles is not None:
-            arguments = (*arguments, kernel.row_tiles if row_tiles is None else row_tiles)
+            arguments["row_tiles"] = kernel.row_tiles if grid.row_tiles is None else grid.row_tiles
         self.backend.launch(
             kernel.name,
-            (grid.get(0, x), grid.get(1, y), grid.get(2, z)),
+            grid.blocks(kernel, self.backend.processors),
             kernel.block,
             kernel.smem,
-            [argument if isinstance(argument, int) else Pointer(argument) for argument in arguments],
+            [each if isinstance(each, int) else Pointer(each) for each in in_order(kernel, arguments)],
         )
+
+
+def in_order(kernel: Kernel, arguments: Mapping[str, DeviceArray | int]) -> list[DeviceArray | int]:
+    """``arguments`` by parameter name, in the order of the kernel's parameters. Raises ValueError as ``Harness.launch`` does."""
+    wanted = {parameter.name: parameter for parameter in kernel.parameters}
+    if missing := [name for name in wanted if name not in arguments]:
+        raise ValueError(f"a launch of {kernel.name} lacks {', '.join(missing)}")
+    if unknown := [name for name in arguments if name not in wanted]:
+        raise ValueError(f"{kernel.name} has no parameter {', '.join(unknown)}; its parameters are {', '.join(wanted)}")
+    for name, parameter in wanted.items():
+        if isinstance(arguments[name], int) == ("*" in parameter.type):
+            given = "a number" if isinstance(arguments[name], int) else "memory"
+            raise ValueError(f"a launch of {kernel.name} gives {given} for {parameter}")
+    return [arguments[name] for name in wanted]
 
 
 def spaced(few: int, count: int) -> NDArray[np.int32]:
@@ -248,26 +275,28 @@ def poison(dtype: DType, *shape: int) -> Array:
     return np.full((*shape, kind.itemsize), POISON, np.uint8).view(kind)[..., 0]
 
 
-def check_rows(bench: Bench, run: Callable[[NDArray[np.int64]], Mapping[str, Array]], expected: Mapping[str, tuple[Array, Array]]) -> None:
+def check_rows(
+    harness: Harness, run: Callable[[NDArray[np.int64]], Mapping[str, Array]], expected: Mapping[str, tuple[Array, Array]]
+) -> None:
     """A row-wise kernel over every token count, and its rows' bits in other positions and companies.
 
     ``run(rows)`` runs the kernel on the chosen rows of the inputs and returns its outputs [len(rows), ...]; ``expected`` has
     (values, tolerance) for all rows, as many as the largest token count.
     """
-    most = max(bench.tokens)
+    most = max(harness.tokens)
     base = run(np.arange(most))
-    bench.release()
+    harness.release()
     for name, (values, tolerance) in expected.items():
         if np.issubdtype(base[name].dtype, np.integer):
-            bench.findings.equal(name, base[name], values)
+            harness.findings.equal(name, base[name], values)
         else:
-            bench.findings.close(name, base[name], values, tolerance)
-    for count in sorted({*bench.tokens, 1}):
-        rows = bench.rng.permutation(most)[:count]
+            harness.findings.close(name, base[name], values, tolerance)
+    for count in sorted({*harness.tokens, 1}):
+        rows = harness.rng.permutation(most)[:count]
         again = run(rows)
-        bench.release()
+        harness.release()
         for name in expected:
-            bench.findings.same_bits(f"{name} of {count} rows", again[name], base[name][rows])
+            harness.findings.same_bits(f"{name} of {count} rows", again[name], base[name][rows])
 
 
 def guard(count: int) -> int:
@@ -275,49 +304,49 @@ def guard(count: int) -> int:
     return count + GUARD_ROWS
 
 
-def split_guard(bench: Bench, name: str, values: Array, count: int) -> Array:
+def split_guard(harness: Harness, name: str, values: Array, count: int) -> Array:
     """The first ``count`` rows, once the guard rows are seen to be untouched."""
-    bench.findings.untouched(f"{name} beyond row {count}", values[count:])
+    harness.findings.untouched(f"{name} beyond row {count}", values[count:])
     return values[:count]
 
 
-def cache_slots(bench: Bench, slots: int) -> int:
+def cache_slots(harness: Harness, slots: int) -> int:
     """At least ``slots`` slots, as many as a sequence's part of the kernel's cache has."""
-    return -(-slots // TILE) * TILE if bench.plan.key_tiles else slots
+    return -(-slots // TILE) * TILE if harness.plan.key_tiles else slots
 
 
-def sequences_apart(bench: Bench, rows: Array) -> tuple[DeviceArray, Array]:
+def sequences_apart(harness: Harness, rows: Array) -> tuple[DeviceArray, Array]:
     """Cache rows [sequences, slots, width] on the device as the kernel's cache has them, as far apart as in a cache of many sequences; and
     the numbers of these sequences there.
     """
-    return bench.far_apart(in_slots(bench, rows))
+    return harness.far_apart(in_slots(harness, rows))
 
 
-def in_slots(bench: Bench, rows: Array) -> Array:
+def in_slots(harness: Harness, rows: Array) -> Array:
     """Cache rows [..., slots, width] as they lie in memory; behind them NaN up to whole tiles."""
-    missing = cache_slots(bench, rows.shape[-2]) - rows.shape[-2]
+    missing = cache_slots(harness, rows.shape[-2]) - rows.shape[-2]
     whole = np.concatenate([rows, np.full((*rows.shape[:-2], missing, rows.shape[-1]), np.nan, rows.dtype)], axis=-2)
-    return to_tiles(whole) if bench.plan.key_tiles else whole
+    return to_tiles(whole) if harness.plan.key_tiles else whole
 
 
-def read_cache(bench: Bench, device: DeviceArray, numbers: Array, like: Array) -> Array:
+def read_cache(harness: Harness, device: DeviceArray, numbers: Array, like: Array) -> Array:
     """The rows of a cache ``like`` [sequences, slots, width], whose sequences have these ``numbers`` on the device."""
-    parts = bench.read_parts(device, numbers, like)
-    return from_tiles(parts) if bench.plan.key_tiles else parts
+    parts = harness.read_parts(device, numbers, like)
+    return from_tiles(parts) if harness.plan.key_tiles else parts
 
 
-def written_rows(bench: Bench, device: DeviceArray, numbers: Array, like: Array, sequence: Array, slots: Array) -> Array:
+def written_rows(harness: Harness, device: DeviceArray, numbers: Array, like: Array, sequence: Array, slots: Array) -> Array:
     """The rows at ``slots`` of each ``sequence`` of a cache ``like`` [sequences, slots, width], once the others are seen to be untouched.
     On the device its sequences have these ``numbers``.
     """
-    cache = read_cache(bench, device, numbers, like)
+    cache = read_cache(harness, device, numbers, like)
     written = np.zeros(cache.shape[:2], bool)
     written[sequence, slots] = True
-    bench.findings.untouched("kv_cache in other slots", cache[~written])
+    harness.findings.untouched("kv_cache in other slots", cache[~written])
     return np.asarray(cache[sequence, slots])
 
 
-Checker = Callable[[Bench], None]
+Checker = Callable[[Harness], None]
 Registry = dict[str, Checker]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
 from kdgen.runtime.engine import Engine
-from kdgen.verify.kernels.harness import SURPLUS_ROWS, Bench
+from kdgen.verify.kernels.harness import SURPLUS_ROWS, Harness
 
 Array = NDArray[Any]
 
@@ -27,11 +27,11 @@ def _words(values: Array, round_: int) -> Array:
 class Inboxes:
     """Every rank's inbox [turn, from rank, rows, width] of words of old rounds; ``receive`` puts new ones into this rank's."""
 
-    def __init__(self, bench: Bench, ranks: int, width: int, count: int, blocks: int) -> None:
+    def __init__(self, harness: Harness, ranks: int, width: int, count: int, blocks: int) -> None:
         """``count``: rows of the step. A row has the rounds of ``blocks`` blocks."""
-        self._bench, self._count = bench, count
+        self._harness, self._count = harness, count
         self.rows = count + SPARE_ROWS
-        stale = bench.rng.integers(-9, 9, (ranks, 2, ranks, self.rows, width)).astype(np.int32)
+        stale = harness.rng.integers(-9, 9, (ranks, 2, ranks, self.rows, width)).astype(np.int32)
         self._before = _words(stale, _ROUND - 1)
         self._turn = (_ROUND + 1) % 2
         self._rounds = np.full((count + SURPLUS_ROWS, blocks), _ROUND, np.int32)  # a block may look at its row's before it knows of rows
@@ -42,12 +42,13 @@ class Inboxes:
         self._before[RANK, self._turn, others, : self._count] = _words(parts[others], _ROUND + 1)
         return self
 
-    def arguments(self) -> tuple[DeviceArray, int, int, DeviceArray]:
-        """The addresses, this rank, the inboxes' rows and the rounds, as kernels take them."""
-        self._arrays = [self._bench.input(each) for each in self._before]
+    def arguments(self) -> dict[str, DeviceArray | int]:
+        """The inboxes' addresses, this rank, the inboxes' rows and the rounds, by the names of kernels' parameters."""
+        self._arrays = [self._harness.input(each) for each in self._before]
         addresses = np.array([array.address for array in self._arrays], np.uint64)
-        self._given = self._bench.input(self._rounds)
-        return self._bench.input(addresses.view(np.int32).reshape(-1, 2)), RANK, self.rows, self._given
+        self._given = self._harness.input(self._rounds)
+        inboxes = self._harness.input(addresses.view(np.int32).reshape(-1, 2))
+        return {"inboxes": inboxes, "my_rank": RANK, "rows": self.rows, "rounds": self._given}
 
     def check(self, sent: Array | None, to: Array | None = None) -> None:
         """Every other rank has got ``sent`` [count, width] in its place, or those of it whose column ``to`` [ranks, width] says so;
@@ -57,21 +58,21 @@ class Inboxes:
             if rank != RANK and sent is not None:
                 columns = np.ones(sent.shape[1], bool) if to is None else to[rank]
                 expected[self._turn, RANK, : self._count, columns] = _words(sent, _ROUND + 1)[:, columns].swapaxes(0, 1)
-            self._bench.findings.equal(f"inbox of rank {rank}", self._bench.read(array), expected)
+            self._harness.findings.equal(f"inbox of rank {rank}", self._harness.read(array), expected)
         rounds = self._rounds.copy()
         rounds[: self._count] += 1
-        self._bench.findings.equal("rounds", self._bench.read(self._given), rounds)
+        self._harness.findings.equal("rounds", self._harness.read(self._given), rounds)
 
     def sent(self, width: int) -> Array:
         """The first ``width`` floats of each row, which every rank has got from this one; nothing else has changed, the round neither."""
-        after = [self._bench.read(array) for array in self._arrays]
+        after = [self._harness.read(array) for array in self._arrays]
         place = (self._turn, RANK, slice(0, self._count), slice(0, width))
         values: Array = np.ascontiguousarray(after[0][place][..., 0]).view(np.float32)
         for rank, got in enumerate(after):
             expected = self._before[rank].copy()
             expected[place] = _words(values, _ROUND + 1)
-            self._bench.findings.equal(f"inbox of rank {rank}", got, expected)
-        self._bench.findings.equal("rounds", self._bench.read(self._given), self._rounds)
+            self._harness.findings.equal(f"inbox of rank {rank}", got, expected)
+        self._harness.findings.equal("rounds", self._harness.read(self._given), self._rounds)
         return values
 
 
