@@ -31,8 +31,9 @@ from kdgen.verify.kernels.check import check_kernel
 from kdgen.verify.kernels.full_size import Group as Checked
 from kdgen.verify.kernels.full_size import groups
 from kdgen.verify.kernels.harness import TOKENS
-from kdgen.verify.run import DEFAULT_SPECS, plans_for, shared_plans
-from kdgen.verify.run import _inputs as inputs_of
+from kdgen.verify.parts.kernels import inputs_of
+from kdgen.verify.plans import plans_for, shared_plans
+from kdgen.verify.tasks import DEFAULT_SPECS
 from kdgen.verify.variants import variants
 
 FOLDERS = ("kernels", "lib")

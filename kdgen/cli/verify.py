@@ -77,7 +77,7 @@ def command(
 
 @dataclass(frozen=True)
 class Shown:
-    """A ``kdgen.verify.run.Progress`` on stderr: a line for each part that has ended, and each failure in full."""
+    """A ``kdgen.verify.running.Progress`` on stderr: a line for each part that has ended, and each failure in full."""
 
     doing: Callable[[str], None]
     line: Callable[[str], None]

@@ -20,7 +20,7 @@ from kdgen.plan.ops.dense import LinearHeads
 from kdgen.plan.ops.drafter import DraftHeads, GqaAttention
 from kdgen.plan.ops.norm import RmsNorm
 from kdgen.plan.ops.ranks import PeerSumNorm
-from kdgen.plan.ops.router import LinearAndChoice, RouterTopK
+from kdgen.plan.ops.router import LinearAndChoice, RouterLogits, RouterLogitsMma, RouterTopK
 from kdgen.reference.model import ReferenceModel
 from kdgen.reference.published import Published, Router, read
 from kdgen.spec.model import Spec
@@ -136,8 +136,9 @@ def _problems(plan: Plan, spec: Spec, published: Published) -> Iterator[str]:
                 same = abs(got - expected) <= ROUNDING * abs(expected)
             if not same:
                 yield f"{kernel.name} has {what} {got}, where the config's keys give {expected}"
-    launched = [(launch.kernel, layer) for program in plan.programs if program.name == "prefill" for launch, layer in program.launches()]
-    routed = [layer for kernel, layer in launched if kernel == "router_logits"]
+    kernels = {kernel.name: kernel for kernel in plan.kernels}
+    launched = [(kernels[launch.kernel], layer) for launch, layer in plan.program("prefill").launches()]
+    routed = [layer for kernel, layer in launched if isinstance(kernel.params, RouterLogits | RouterLogitsMma)]
     if routed != (wanted := list(range(published.dense_layers, published.layers))):
         yield f"the layers with routed experts are {routed} instead of {wanted}"
     biased = any(weight.name == "o_proj_bias" for weight in plan.weights)
@@ -145,14 +146,20 @@ def _problems(plan: Plan, spec: Spec, published: Published) -> Iterator[str]:
         yield f"projections of attention have {'a' if biased else 'no'} bias"
     if spec.tie_word_embeddings != published.tied:
         yield f"the head is {'the embedding' if spec.tie_word_embeddings else 'a matrix of its own'}"
-    shared = any(kernel == "shared_down_proj" for kernel, _ in launched)
+    shared = any(kernel.group == "shared experts" for kernel, _ in launched)
     if shared != bool(published.shared_width):
         yield f"there are {'' if shared else 'no '}shared experts"
 
 
+def _epsilon(kernel: Kernel, norm: RmsNorm, spec: Spec, published: Published) -> float:
+    """The epsilon of a norm: the drafter's own, that of norms within attention, whose inputs are columns of wider rows, or the model's."""
+    if spec.draft and kernel.group == "drafter":
+        return spec.draft.rms_norm_eps
+    return published.inner_eps if norm.x_stride > norm.width else published.eps
+
+
 def _numbers(kernel: Kernel, p: object, spec: Spec, published: Published) -> Iterator[tuple[str, Any, Any]]:
     """(what, as the kernel has it, as the reference has it)."""
-    drafted = kernel.name.startswith("draft_")
     if isinstance(p, MlaAttentionF32 | MlaAttentionMma):
         yield "the softmax scale", p.scale, published.softmax_scale
     elif isinstance(p, MlaAttentionWgmma):
@@ -160,8 +167,7 @@ def _numbers(kernel: Kernel, p: object, spec: Spec, published: Published) -> Ite
     elif isinstance(p, GqaAttention):
         yield "the softmax scale", p.scale, p.head**-0.5
     elif isinstance(p, RmsNorm):
-        drafters = spec.draft.rms_norm_eps if spec.draft and drafted else published.eps
-        yield "the epsilon", p.eps, published.inner_eps if p.name == "rmsnorm_q_a" else drafters
+        yield "the epsilon", p.eps, _epsilon(kernel, p, spec, published)
     elif isinstance(p, DraftHeads) and spec.draft:
         yield "the epsilon", p.eps, spec.draft.rms_norm_eps
     elif isinstance(p, RopeCache):

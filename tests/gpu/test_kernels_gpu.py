@@ -17,7 +17,7 @@ from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.decoding.draw import Situation
 from kdgen.verify.kernels import attention
 from kdgen.verify.kernels.check import check_kernels
-from kdgen.verify.run import own_and_decode
+from kdgen.verify.plans import own_and_decode
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ class Mutant:
     """``right`` stands exactly once in ``file``.
 
     What should see it is one of these: ``part``, the part of the report (kdgen.verify.report.checks.Check) that sees it first; ``tasks``,
-    titles of ``kdgen verify``'s tasks (kdgen.verify.run.Task), or words of some; ``tests``, the file of tests that must fail, for what no
+    titles of ``kdgen verify``'s tasks (kdgen.verify.tasks.Task), or words of some; ``tests``, the file of tests that must fail, for what no
     check of the command looks at: readers of files, what only a GPU's backend decides, the choice of budgets. ``kind`` is its class of
     mistakes.
     """

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from kdgen.backends import open_backend
 from kdgen.spec.model import load_spec
-from kdgen.verify import run
 from kdgen.verify.kernels import full_size
+from kdgen.verify.plans import plans_for
 from kdgen.verify.report.checks import Check
+from kdgen.verify.tasks import DEFAULT_SPECS, tasks
 from kdgen.verify.variants import variants
 
 
@@ -23,11 +24,11 @@ def first_failure(words: Sequence[str]) -> Check | None:
 
     Raises ValueError for a word that is in no title.
     """
-    specs = [load_spec(name) for name in run.DEFAULT_SPECS]
-    plans, others = run.plans_for(specs, None), run.plans_for(variants(), None)
-    tasks = run.tasks(open_backend("cpu"), specs, plans, others, tuple(full_size.groups()))
+    specs = [load_spec(name) for name in DEFAULT_SPECS]
+    plans, others = plans_for(specs, None), plans_for(variants(), None)
+    every = tasks(open_backend("cpu"), specs, plans, others, tuple(full_size.groups()))
     for word in words:
-        named = [task for task in tasks if task.title == word] or [task for task in tasks if word in task.title]
+        named = [task for task in every if task.title == word] or [task for task in every if word in task.title]
         if not named:
             raise ValueError(f"no task of kdgen verify has {word!r} in its title")
         for task in named:

@@ -10,7 +10,8 @@ from kdgen.plan.attention import mma_obstacles
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Kernel
 from kdgen.spec.model import load_spec
-from kdgen.verify.run import DEFAULT_SPECS, shared_plans
+from kdgen.verify.plans import shared_plans
+from kdgen.verify.tasks import DEFAULT_SPECS
 from kdgen.verify.variants import variants
 
 

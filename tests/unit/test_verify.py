@@ -15,6 +15,7 @@ from hypothesis import given
 from rich.console import Console
 from strategies import specs
 
+import kdgen.verify.parts.kernels
 import kdgen.verify.run
 from kdgen.cli import main
 from kdgen.errors import BackendError
@@ -115,7 +116,7 @@ def test_no_compiler_is_an_error_not_a_finding(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> None:
         raise BackendError("no compiler")
 
-    monkeypatch.setattr(kdgen.verify.run, "load_kernels", refuse)
+    monkeypatch.setattr(kdgen.verify.parts.kernels, "load_kernels", refuse)
     result = kdgen_verify("tiny", "--backend", "cpu", "--jobs", "1")
     assert result.exit_code == 2 and "no compiler" in result.output
 

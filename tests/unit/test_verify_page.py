@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 import kdgen.verify.run
+import kdgen.verify.tasks
 from kdgen.cli import main
 from kdgen.verify.report.checks import Check, make_report
 from kdgen.verify.report.page import render_page
-from kdgen.verify.run import Task
+from kdgen.verify.tasks import Task
 
 CHECKS = (
     Check("tiny", "f32", "kernel", "embed", "CPU", "ok", 1e-7, 2e-7, "embed.cu.j2", seconds=0.5),
@@ -39,7 +40,7 @@ def test_the_page_is_written_and_places_that_are_none_are_refused(tmp_path: Path
 
 
 def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kdgen.verify.run, "tasks", lambda *_: [Task("part", lambda _: iter(CHECKS))])
+    monkeypatch.setattr(kdgen.verify.tasks, "tasks", lambda *_: [Task("part", lambda _: iter(CHECKS))])
     assert kdgen.verify.run.verify(["tiny"], "cpu", fail_fast=True, jobs=1).checks == CHECKS[:2]
     assert kdgen.verify.run.verify(["tiny"], "cpu", jobs=1).checks == CHECKS
 

@@ -14,7 +14,8 @@ import pytest
 
 from kdgen.errors import KdgenError
 from kdgen.verify.report.checks import Check
-from kdgen.verify.run import Task, _one_by_one, _open_tasks, _prepare, _side_by_side
+from kdgen.verify.running import one_by_one, open_tasks, side_by_side
+from kdgen.verify.tasks import Task, prepare
 from kdgen.verify.workers import _THREAD_VARIABLES, Event, Workers, cpus
 
 # ---- works --------------------------------------------------------------------------------------------------------------
@@ -141,9 +142,9 @@ class Heard:
 @pytest.mark.parametrize("fail_fast", [False, True])
 def test_the_report_does_not_depend_on_the_number_of_processes(fail_fast: bool) -> None:
     tasks, alone, shared = tasks_of(range(len(PARTS))), Heard(), Heard()
-    checks = _one_by_one(tasks, alone, fail_fast)
+    checks = one_by_one(tasks, alone, fail_fast)
     with Workers(parts, (), 2) as workers:
-        assert _side_by_side(tasks, workers, shared, fail_fast) == checks
+        assert side_by_side(tasks, workers, shared, fail_fast) == checks
     assert [check.name for check in checks[3:5]] == ["1, first", "1, second"] and len(checks) == (5 if fail_fast else 18)
     assert alone.said[:2] == ["part 0: 3", "failed: 1, second"] and "failed: 1, second" in shared.said
     assert ("part 5: 3" in shared.said) != fail_fast
@@ -151,19 +152,19 @@ def test_the_report_does_not_depend_on_the_number_of_processes(fail_fast: bool) 
 
 def test_a_failure_is_heard_before_its_part_has_ended() -> None:
     heard = Heard()
-    _one_by_one(tasks_of([2]), heard, False)
+    one_by_one(tasks_of([2]), heard, False)
     assert heard.said == ["failed: 2, second", "part 2: 3"]
 
 
 def test_a_model_has_the_same_report_in_one_process_and_in_several() -> None:
-    tasks = _prepare(("tiny",), "cpu", "f32", None).tasks()
+    tasks = prepare(("tiny",), "cpu", "f32", None).tasks()
     wanted = [place for place, task in enumerate(tasks) if task.title in ("tiny f32, kernels", "tables")]
-    with Workers(_open_tasks, (("tiny",), "cpu", "f32", 1), 2) as workers:
+    with Workers(open_tasks, (("tiny",), "cpu", "f32", 1), 2) as workers:
         events = [event for event in workers.each(wanted) if event.answer is not None]
     shared = [
         replace(event.answer, seconds=0.0) for place in range(len(wanted)) for event in events if event.place == place if event.answer
     ]
-    alone = [replace(check, seconds=0.0) for check in _one_by_one([tasks[place] for place in wanted], Heard(), False)]
+    alone = [replace(check, seconds=0.0) for check in one_by_one([tasks[place] for place in wanted], Heard(), False)]
     assert shared == alone and len(alone) > 35
 
 
@@ -179,10 +180,10 @@ class Dead:
 
 
 def test_a_crash_is_a_finding_and_a_killed_process_the_end() -> None:
-    found = _side_by_side(tasks_of([0]), Dead("ended by SIGSEGV"), Heard(), False)  # type: ignore[arg-type]
+    found = side_by_side(tasks_of([0]), Dead("ended by SIGSEGV"), Heard(), False)  # type: ignore[arg-type]
     assert (found[1].status, found[1].why) == ("failed", "the process that made these checks was ended by SIGSEGV: a kernel crashed")
     with pytest.raises(KdgenError, match="the process that made the checks of part 0 was ended by SIGKILL"):
-        _side_by_side(tasks_of([0]), Dead("ended by SIGKILL"), Heard(), False)  # type: ignore[arg-type]
+        side_by_side(tasks_of([0]), Dead("ended by SIGKILL"), Heard(), False)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

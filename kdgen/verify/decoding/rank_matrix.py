@@ -31,7 +31,6 @@ from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits, Plan
-from kdgen.plan.ops.ranks import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard
 from kdgen.ranks.group import joined, place_in
 from kdgen.ranks.start import run_ranks
@@ -49,6 +48,7 @@ from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.inboxes import words_out_of_place
 from kdgen.verify.kernels.rank_sums import CHECKS
 from kdgen.verify.kernels.sampling import may_draw
+from kdgen.verify.kernels.twins import with_those_held_to
 from kdgen.verify.published import reference_of
 from kdgen.verify.report.checks import Check, Status, finite
 from kdgen.weights.random import random_weights
@@ -133,8 +133,7 @@ def join_plans() -> list[tuple[Spec, Plan]]:
     for ranks, exchange in itertools.product((3, 4), EXCHANGES):
         plan = build_plan(spec, "f32", shard=Shard(ranks, 1, exchange))
         joins = [each for each in plan.kernels if each.template in CHECKS]
-        held_to = {each.params.norm.name for each in joins if isinstance(each.params, PeerSumNorm)}
-        found.append((spec, replace(plan, kernels=tuple(each for each in plan.kernels if each in joins or each.name in held_to))))
+        found.append((spec, replace(plan, kernels=with_those_held_to(plan.kernels, joins))))
     return found
 
 

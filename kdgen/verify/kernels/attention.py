@@ -127,12 +127,17 @@ class Rows:
         )  # fmt: skip
 
 
-@for_template(CHECKS, ["mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2", "mla_attention_wgmma.cu.j2"])
+#: Templates of attention over the cache, and of them the one whose blocks get their work from a schedule.
+WGMMA_ATTENTION = "mla_attention_wgmma.cu.j2"
+ATTENTION_TEMPLATES = ("mla_attention_f32.cu.j2", "mla_attention_mma.cu.j2", WGMMA_ATTENTION)
+
+
+@for_template(CHECKS, ATTENTION_TEMPLATES)
 def check_attention(harness: Harness) -> None:
     """Against float64, and bit for bit the same keys as a plain sequence, through tree paths, in other slabs and companies."""
     p = harness.p
     contexts: tuple[int, ...] = CONTEXTS if len(harness.tokens) > 2 else FEW_CONTEXTS
-    if harness.kernel.template == "mla_attention_wgmma.cu.j2":
+    if harness.kernel.template == WGMMA_ATTENTION:
         contexts += LONG_CONTEXTS if len(harness.tokens) > 2 else LONG_CONTEXTS[-1:]
     most = len(contexts)
     heads = harness.few(p.heads, max(2, _heads_a_block(harness)))
@@ -158,7 +163,7 @@ def check_attention(harness: Harness) -> None:
         got = _attend(harness, others["as tree nodes"].chosen(some), heads)
         for output, ours, theirs in zip(("split_values", "split_max", "split_sum"), got, (values, maxima, sums), strict=True):
             harness.findings.same_bits(f"{output} of {count} rows", ours, theirs[some])
-    if harness.kernel.template == "mla_attention_wgmma.cu.j2" and p.group > 1:
+    if harness.kernel.template == WGMMA_ATTENTION and p.group > 1:
         _check_groups(harness, heads)
 
 
@@ -193,7 +198,7 @@ def softmax_scale(p: Any) -> tuple[float, float]:
 
 
 def _heads_a_block(harness: Harness) -> int:
-    return {"mla_attention_mma.cu.j2": 16, "mla_attention_wgmma.cu.j2": WGMMA_TILE}.get(harness.kernel.template, 1)
+    return {"mla_attention_mma.cu.j2": 16, WGMMA_ATTENTION: WGMMA_TILE}.get(harness.kernel.template, 1)
 
 
 def _chain(query: Array, positions: NDArray[np.int32], keys: Array) -> Rows:
@@ -225,7 +230,7 @@ def _attend(harness: Harness, rows: Rows, heads: int) -> tuple[Array, Array, Arr
     """The kernel's (values [M, S, heads, latent], max [M, S, heads], sum): poison, seen to be whole, where a row has no such split."""
     p, count, longest = harness.p, len(rows.positions), int(rows.positions.max()) + 1
     splits = p.splits.count(longest) + 1  # one more than needed, which must stay untouched
-    wgmma = harness.kernel.template == "mla_attention_wgmma.cu.j2"
+    wgmma = harness.kernel.template == WGMMA_ATTENTION
     shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
     values = harness.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = {"split_values": values, "split_max": harness.poisoned("f32", *shape), "split_sum": harness.poisoned("f32", *shape)}

@@ -14,11 +14,10 @@ from typing import Any
 
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Kernel, Plan
-from kdgen.plan.ops.attention import CombineAndHeads
-from kdgen.plan.ops.ranks import PeerSumNorm
 from kdgen.plan.shard import EXCHANGES, Shard
 from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.kernels.harness import Size
+from kdgen.verify.kernels.twins import with_those_held_to
 
 MODEL = "k26"
 #: Ranks of which each sums over several others.
@@ -99,16 +98,4 @@ def _changed(spec: Spec, name: str, changes: dict[str, Any]) -> Spec:
 
 def _group(spec: Spec, plan: Plan, templates: Sequence[str], size: Size, seen: Sequence[Kernel] = ()) -> Group:
     wanted = [kernel for kernel in plan.kernels if kernel.template.removesuffix(".cu.j2") in templates and kernel not in seen]
-    beside = {name for kernel in wanted for name in _held_to(kernel)}
-    return Group(spec, replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel in wanted or kernel.name in beside)), size)
-
-
-def _held_to(kernel: Kernel) -> tuple[str, ...]:
-    """The kernels whose bits ``kernel`` must have."""
-    p = kernel.params
-    if isinstance(p, PeerSumNorm):
-        return p.sum, p.norm.name
-    if isinstance(p, CombineAndHeads):
-        return p.combine, p.linear
-    decode: str | None = getattr(p, "decode", None)
-    return (decode,) if decode else ()
+    return Group(spec, replace(plan, kernels=with_those_held_to(plan.kernels, wanted)), size)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kdgen.codegen.render import Rendered
-from kdgen.plan.ops.outbox import unsent
+from kdgen.verify.kernels.twins import sends
 
 _ATOMIC = re.compile(r"\batomic[A-Z]\w*\s*\(")
 _FAST = re.compile(r"\b__(?:exp|exp10|log|log2|log10|sin|cos|tan|pow|fdividef|frcp|fsqrt|frsqrt)\w*\s*\(")
@@ -23,7 +23,7 @@ def text_problems(kernels: Sequence[Rendered]) -> list[str]:
         for rule, pattern in (("atomic operation", _ATOMIC), ("inexact function", _FAST)):
             if used := pattern.search(code):
                 found.append(f"{rendered.kernel.name} uses the {rule} {used[0].rstrip('( ')}")
-        if rendered.kernel.name != unsent(rendered.kernel.name) and not _waits_first(code):
+        if sends(rendered.kernel) and not _waits_first(code):
             found.append(f"{rendered.kernel.name} sends, and lets the next kernel begin before it has waited for the previous one")
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 Status = Literal["ok", "failed", "skipped"]
+Say = Callable[[str], None]  #: is given what runs now, for whoever waits for checks
 SCHEMA = "kdgen.verify/1"
 
 

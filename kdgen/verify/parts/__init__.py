@@ -1,0 +1,1 @@
+"""The parts of the report: generators of checks by what they check."""
