@@ -12,14 +12,14 @@ from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.ops.many_rows import is_twin
 from kdgen.plan.shard import EXCHANGES, Shard, part_of, shard_obstacles
 from kdgen.spec.model import Spec
-from kdgen.verify.kernels import rank_sums as joins
+from kdgen.verify.kernels import rank_sums
 from kdgen.verify.kernels.twins import sends, with_those_held_to
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.variants import variants
 
 RANKS = 2  #: of models whose dims they divide
 #: Templates of which several ranks have versions of their own.
-RANK_TEMPLATES = frozenset({"embed.cu.j2", "moe_combine.cu.j2", "argmax.cu.j2", "draft_context.cu.j2", *joins.CHECKS})
+RANK_TEMPLATES = frozenset({"embed.cu.j2", "moe_combine.cu.j2", "argmax.cu.j2", "draft_context.cu.j2", *rank_sums.CHECKS})
 Plans = Sequence[tuple[Spec, Plan]]
 
 

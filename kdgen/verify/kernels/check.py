@@ -16,23 +16,37 @@ from kdgen.codegen.render import Rendered, render
 from kdgen.errors import BackendError
 from kdgen.plan.ir import Kernel, Plan
 from kdgen.spec.model import Spec
-from kdgen.verify.kernels import attention, dense, experts, sampling, trees
-from kdgen.verify.kernels import attention_schedule as shares
-from kdgen.verify.kernels import drafter as drafts
-from kdgen.verify.kernels import few_rows as heads
-from kdgen.verify.kernels import rank_sums as joins
+from kdgen.verify.kernels import (
+    attention,
+    attention_schedule,
+    attention_splits,
+    choices,
+    dense,
+    drafter,
+    drafter_attention,
+    experts,
+    few_rows,
+    rank_sums,
+    sampling,
+    step_rows,
+    trees,
+)
 from kdgen.verify.kernels.harness import TOKENS, Harness, Registry, Size, Skip
 
 CHECKS: Registry = {
     **dense.CHECKS,
     **attention.CHECKS,
-    **shares.CHECKS,
-    **heads.CHECKS,
+    **attention_schedule.CHECKS,
+    **attention_splits.CHECKS,
+    **few_rows.CHECKS,
     **experts.CHECKS,
+    **step_rows.CHECKS,
+    **choices.CHECKS,
     **trees.CHECKS,
     **sampling.CHECKS,
-    **drafts.CHECKS,
-    **joins.CHECKS,
+    **drafter.CHECKS,
+    **drafter_attention.CHECKS,
+    **rank_sums.CHECKS,
 }
 
 

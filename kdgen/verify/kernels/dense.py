@@ -94,9 +94,19 @@ def check_linear(harness: Harness) -> None:
         harness.findings.untouched("y between its outputs", written[:, others])
         return {"y": result}
 
-    expected = np.empty((most, batches, wanted))
-    error = np.empty_like(expected)
-    for b in range(batches):
+    check_rows(harness, run, {"y": _expected(p, x, w, bias, residual, out)})
+    if twin := harness.decode_twin or (outbox and harness.plan.kernel(unsent(p.name))):
+        rows = np.arange(most)
+        harness.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+
+
+def _expected(p: Any, x: Array, w: Array, bias: Array | None, residual: Array, out: str) -> tuple[Array, Array]:
+    """(y, tolerance) [M, batches, N] of a linear layer with parameters ``p``, for x [M, batches, K], w [batches, N or 2·N (gate, then up),
+    K] and residual [M, batches, N].
+    """
+    wanted = residual.shape[2]
+    expected, error = np.empty((2, *residual.shape))
+    for b in range(x.shape[1]):
         y, off = ops.linear(x[:, b], w[b]), tolerances.dot(tolerances.terms_norm(x[:, b], w[b]), p.cols)
         if p.gated:
             gate, up = y[:, :wanted], y[:, wanted:]
@@ -107,10 +117,7 @@ def check_linear(harness: Harness) -> None:
             off = off + tolerances.EPS32 * np.abs(y)
             y = y + residual[:, b]
         expected[:, b], error[:, b] = y, off + tolerances.EPS32 * np.abs(y) + tolerances.stored(y, out)
-    check_rows(harness, run, {"y": (expected, error)})
-    if twin := harness.decode_twin or (outbox and harness.plan.kernel(unsent(p.name))):
-        rows = np.arange(most)
-        harness.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+    return expected, error
 
 
 def _scatter(x: Array, stride: int, batch_stride: int, batch: int) -> Array:

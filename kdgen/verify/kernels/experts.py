@@ -253,19 +253,7 @@ def check_experts(harness: Harness) -> None:
         harness.findings.untouched("y of other places", got[:, top_k:])
         return {"y": got[:, :top_k, :wanted]}
 
-    expected = np.empty((most, top_k, wanted))
-    error = np.empty_like(expected)
-    for expert in range(experts):
-        rows, places = np.nonzero(topk == expert)
-        inputs = x[rows, np.minimum(places, x_places - 1)]
-        y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
-        if group_terms is not None:
-            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * INT4_GROUP)
-        if p.gated:
-            gate, up = y[:, :wanted], y[:, wanted:]
-            y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
-        expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
-    check_rows(harness, run, {"y": (expected, error)})
+    check_rows(harness, run, {"y": _expected(p, topk, x, w, group_terms, out)})
     # one row over and over: its experts get more tokens than the kernel takes at a time
     count = p.tokens + 6 if harness.decode_twin else CROWD
     crowd, alone = run(np.zeros(count, np.int64))["y"], run(np.zeros(1, np.int64))["y"]
@@ -273,6 +261,25 @@ def check_experts(harness: Harness) -> None:
     if twin := harness.decode_twin:
         rows = np.arange(most)
         harness.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+
+
+def _expected(p: Any, topk: Array, x: Array, w: Array, group_terms: Array | None, out: str) -> tuple[Array, Array]:
+    """(y, tolerance) [M, k, N] of the experts ``topk`` [M, k] for x [M, k, K], or [M, 1, K] where every place reads its token's row; w and
+    the sizes of the terms in a group are as ``_expert_weights`` gives them.
+    """
+    wanted = w.shape[1] // 2 if p.gated else w.shape[1]
+    expected, error = np.empty((2, *topk.shape, wanted))
+    for expert in range(len(w)):
+        rows, places = np.nonzero(topk == expert)
+        inputs = x[rows, np.minimum(places, x.shape[1] - 1)]
+        y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
+        if group_terms is not None:
+            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * INT4_GROUP)
+        if p.gated:
+            gate, up = y[:, :wanted], y[:, wanted:]
+            y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
+        expected[rows, places], error[rows, places] = y, off + tolerances.stored(y, out)
+    return expected, error
 
 
 def _expert_weights(harness: Harness, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
