@@ -28,8 +28,9 @@ from kdgen.spec.model import Spec
 from kdgen.verify.decoding.draw import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
 from kdgen.verify.decoding.exact import Exactness, Trained, check_exactness
 from kdgen.verify.decoding.ranks import check_ranks
-from kdgen.verify.decoding.rounds import drawn_rounds, favouring, shipped
 from kdgen.verify.kernels.check import check_kernels
+from kdgen.verify.rounds.situation import drawn_rounds
+from kdgen.verify.rounds.subjects import favouring, shipped
 from kdgen.verify.shrink import is_wide, shrink
 from kdgen.verify.workers import Workers, cpus
 from kdgen.weights.checkpoint import Checkpoint
@@ -187,7 +188,7 @@ def ranks_for(case: Case) -> int:
 def _shared_problem(case: Case, ranks: int, backend: str) -> str:
     """What is wrong when processes share the model, by either exchange; empty when nothing is."""
     exchange = EXCHANGES[case.seed // 2 % len(EXCHANGES)]
-    checks = check_ranks(case.spec, case.compute, ranks, backend=backend, situations=1, seed=case.seed, exchange=exchange)
+    checks = check_ranks(case.spec, case.compute, ranks, backend=backend, situations=1, weights=case.seed, exchange=exchange)
     return next((f"{check.name}, by {exchange}: {check.why}" for check in checks if check.status != "ok"), "")
 
 

@@ -15,10 +15,9 @@ from kdgen.backends.base import Backend
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import Compute, Plan
 from kdgen.spec.model import Spec, load_spec
-from kdgen.verify.decoding import rank_matrix
+from kdgen.verify.decoding import rank_cases
 from kdgen.verify.decoding.decodes import FEW_SITUATIONS, SITUATIONS
 from kdgen.verify.decoding.programs import models
-from kdgen.verify.decoding.rounds import check_shipped_rounds, check_small_rounds
 from kdgen.verify.kernels import full_size
 from kdgen.verify.kernels.harness import TOKENS
 from kdgen.verify.parts.decodes import decodes_of, decodes_of_oracle, named_models, other_oracles, programs, requests_together
@@ -28,6 +27,7 @@ from kdgen.verify.parts.trees import reference_trees
 from kdgen.verify.parts.without_backend import config_numbers, generated_files, primitives, rope_tables
 from kdgen.verify.plans import Plans, plans_for, run_whole, shared_plans, small_of, that_run, title_of
 from kdgen.verify.report.checks import Check, Say
+from kdgen.verify.rounds.checks import check_shipped_rounds, check_small_rounds
 from kdgen.verify.shrink import is_wide
 from kdgen.verify.variants import variants
 
@@ -85,7 +85,7 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
     whole = [(spec, plan) for spec, plan in (*plans, *others) if plan.family == "generic"]
     shared = that_run(backend, [(spec, shared) for spec, plan in whole for shared in shared_plans(spec, plan)])
     if others:
-        shared = [*shared, *that_run(backend, rank_matrix.join_plans())]
+        shared = [*shared, *that_run(backend, rank_cases.join_plans())]
         add("primitives", primitives, seconds=2.0)
     for spec, plan in (*plans, *others, *shared):
         size = "slice" if is_wide(spec) else "full"
@@ -126,7 +126,7 @@ def tasks(backend: Backend, specs: Sequence[Spec], plans: Plans, others: Plans, 
     decoded = [spec for spec, _ in shared if not is_wide(spec)]
     if decoded and not others:
         add(f"{decoded[0].name}, ranks", ranks_of, decoded[0], seconds=15.0)
-    for ranks, of_so_many in itertools.groupby(rank_matrix.cases() if others else (), lambda case: case.ranks):
+    for ranks, of_so_many in itertools.groupby(rank_cases.cases() if others else (), lambda case: case.ranks):
         add(f"{ranks} rank{'s' if ranks > 1 else ''}", rank_matrix_of, tuple(of_so_many), seconds=12.0 * ranks)
     if others:
         for case, spec in other_oracles(specs):

@@ -58,7 +58,7 @@ def test_two_ranks_on_one_gpu_are_exact(name: str, compute: Compute, monkeypatch
 
 
 def assert_exact(name: str, compute: Compute, exchange: Exchange) -> None:
-    case = name if any(each.name == name for each in model_cases()) else ""
+    case = name if any(each.name == name for each in model_cases()) else 0
     spec = next((spec for spec in variants() if spec.name == name), None) or load_spec(name)
     checks = check_ranks(spec, compute, 2, case, backend="cuda", exchange=exchange)
     assert len(checks) >= 6

@@ -31,7 +31,7 @@ def twelve() -> Spec:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks(ranks: int) -> None:
-    checks = check_ranks(twelve(), "f32", ranks, situations=1, seed=ranks)
+    checks = check_ranks(twelve(), "f32", ranks, situations=1, weights=ranks)
     assert not problems(checks)
     logits = checks[0]
     assert "float64 reference" in logits.name and logits.figure is not None

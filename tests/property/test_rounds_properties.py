@@ -9,7 +9,8 @@ from strategies import rounds_draws
 from kdgen.backends.base import Backend
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.draw import RoundsDraw
-from kdgen.verify.decoding.rounds import drawn_rounds, favouring, small
+from kdgen.verify.rounds.situation import drawn_rounds
+from kdgen.verify.rounds.subjects import favouring, small
 
 MODEL = favouring(small().model.spec, 1)
 #: Trees over the end of the context, and a stop in the first round's path.

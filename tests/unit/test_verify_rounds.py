@@ -15,8 +15,10 @@ from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.course import accepted, to_stop
-from kdgen.verify.decoding.rounds import SMALL_CHECKS, Situation, small
 from kdgen.verify.decoding.watched import COLD, WatchedBackend, seconds_of
+from kdgen.verify.rounds.checks import SMALL_CHECKS
+from kdgen.verify.rounds.situation import Situation
+from kdgen.verify.rounds.subjects import small
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ the ranks that gather. ``python -m kdgen.verify.decoding.rank_matrix`` is one of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import itertools
 import json
 import os
 import sys
@@ -26,201 +24,26 @@ from numpy.typing import NDArray
 
 from kdgen.backends import open_backend
 from kdgen.codegen.render import render
-from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Compute, Limits, Plan
-from kdgen.plan.shard import EXCHANGES, Exchange, Shard
+from kdgen.plan.ir import Compute
+from kdgen.plan.shard import Exchange, Shard
 from kdgen.ranks.group import joined, place_in
 from kdgen.ranks.start import run_ranks
 from kdgen.reference.dflash import ReferenceDrafter
-from kdgen.runtime.budget import FixedBudget
-from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import open_shard, start_engine
-from kdgen.runtime.rounds import Rounds
-from kdgen.spec.model import Spec, load_spec
-from kdgen.spec.sampling import GREEDY, Sampling
+from kdgen.spec.model import Spec
 from kdgen.verify.decoding.lockstep import Team
-from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
+from kdgen.verify.decoding.observed import BLOCK, BUDGET, LIMITS, PROMPT_TOKENS, SAMPLING, Observed, observe, prompt_of
+from kdgen.verify.decoding.rank_cases import Case
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.inboxes import words_out_of_place
-from kdgen.verify.kernels.rank_sums import CHECKS
 from kdgen.verify.kernels.sampling import may_draw
-from kdgen.verify.kernels.twins import with_those_held_to
 from kdgen.verify.published import reference_of
 from kdgen.verify.report.checks import Check, Status, finite
-from kdgen.weights.random import random_weights
 
 Array = NDArray[Any]
-
-PROMPT_TOKENS, NEW_TOKENS = 21, 7
-LIMITS = Limits(max_context=PROMPT_TOKENS + NEW_TOKENS + 8, max_sequences=2)
-SAMPLING = Sampling(0.9, top_k=60, top_p=0.95, seed=2**40 + 7)
-BLOCK = 5  #: rows of a draft block
-BUDGET = 15  #: of nodes in a tree, and so of candidates a depth
-
-_DRAFT = {
-    "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 16,
-    "intermediate_size": 192, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "block_size": BLOCK, "mask_token_id": 5, "target_layer_ids": [0, 1],
-    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20,
-}  # fmt: skip
-_BOTH = {
-    "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 192, "moe_intermediate_size": 384, "max_position_embeddings": 128,
-}  # fmt: skip
-#: Dims that 1 to 4 ranks divide, with a vocabulary of which three ranks have odd parts.
-_BIASED = _BOTH | {
-    "name": "ranks-int4", "vocab_size": 564, "attention_bias": True, "draft": _DRAFT | {"attention_bias": True},
-    "quantization": {"num_bits": 4, "group_size": 32, "symmetric": True},
-}  # fmt: skip
-#: Neither bias nor shared expert, a drafter that no two ranks can share, and a head that is the embedding.
-_PLAIN = _BOTH | {
-    "name": "ranks-tied", "vocab_size": 540, "tie_word_embeddings": True, "model_type": "deepseek_v2", "scoring_func": "softmax",
-    "topk_method": "group_limited_greedy", "norm_topk_prob": False, "n_routed_experts": 12, "n_group": 4, "topk_group": 2,
-    "num_experts_per_tok": 4, "q_lora_rank": None, "n_shared_experts": 0, "moe_intermediate_size": 192,
-    "draft": _DRAFT | {"num_key_value_heads": 1},
-}  # fmt: skip
-
-
-def rank_specs() -> tuple[Spec, Spec]:
-    """A model with whatever ranks can cut wrongly, and one with what they must not add twice."""
-    base = load_spec("tiny").model_dump(mode="json")
-    biased, plain = (Spec.from_mapping(base | changes) for changes in (_BIASED, _PLAIN))
-    return biased, plain
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model on some ranks. ``ties``: its head has equal rows on all ranks. ``processes``: by which exchanges it is processes, too."""
-
-    spec: Spec
-    compute: Compute
-    ranks: int
-    ties: bool = False
-    processes: tuple[Exchange, ...] = ()
-
-    def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {self.spec.name}"
-        return f"{ranks}, a head of equal rows" if self.ties else ranks
-
-    def weights(self) -> dict[str, Array]:
-        """Checkpoint tensors by published key."""
-        weights = dict(random_weights(self.spec, 11))
-        if self.ties:  # each row so often that every rank has it
-            weights["lm_head.weight"] = np.tile(weights["lm_head.weight"][: self.spec.vocab_size // 12], (12, 1))
-        return weights
-
-
-def cases() -> tuple[Case, ...]:
-    """Few at a time: whatever depends on the number of ranks, on the type or on the exchange is in one of them."""
-    biased, plain = rank_specs()
-    return (
-        Case(biased, "f32", 1),
-        Case(biased, "f32", 2, processes=EXCHANGES),
-        Case(plain, "bf16", 2),
-        Case(biased, "f32", 3, ties=True, processes=("peer",)),
-        Case(biased, "bf16", 4, ties=True, processes=("peer",)),
-        Case(plain, "f32", 4, processes=("peer",)),
-    )
-
-
-def join_plans() -> list[tuple[Spec, Plan]]:
-    """The kernels that put three and four ranks' parts together, by either exchange, with those that these are held to."""
-    spec, _ = rank_specs()
-    found = []
-    for ranks, exchange in itertools.product((3, 4), EXCHANGES):
-        plan = build_plan(spec, "f32", shard=Shard(ranks, 1, exchange))
-        joins = [each for each in plan.kernels if each.template in CHECKS]
-        found.append((spec, replace(plan, kernels=with_those_held_to(plan.kernels, joins))))
-    return found
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What one rank saw of the fixed course of ``observe``; logits are of its part of the vocabulary, the rest every rank has alike."""
-
-    logits: Array  #: [T, V / ranks], of the prompt and the tokens after it but the last
-    cache: Array  #: [layers, T, row]
-    tokens: tuple[int, ...]
-    sampled: tuple[int, ...]
-    sampled_logits: Array
-    features: Array  #: of the prompt, as the drafter was given them
-    drafts: Array  #: logits [BLOCK - 1, V] of a block behind the prompt
-    candidates: Array  #: i32 [BLOCK - 1, BUDGET], best first
-    problem: str = ""  #: the first course that left plain decoding
-
-    def digests(self) -> tuple[str, ...]:
-        """A hash of each result but the problem, in their order."""
-        values = [getattr(self, each.name) for each in dataclasses.fields(self)[:-1]]
-        return tuple(hashlib.sha256(np.asarray(value).tobytes()).hexdigest() for value in values)
-
-
-def prompt_of(spec: Spec) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(3).integers(0, spec.vocab_size, PROMPT_TOKENS).tolist())
-
-
-def observe(engine: Engine) -> Observed:
-    """Prefill, plain decoding, trees and rounds, greedy and sampled, with the drafter that the model has and one that repeats."""
-    recorder, prompt, problem = RecordingEngine(engine), prompt_of(engine.spec), ""
-    block = DFlashDrafter(BLOCK).propose((), BLOCK - 1)
-    recorder.reset()
-    root = recorder.prefill(prompt)
-    whole, features = recorder.logits, engine.read("features")[:PROMPT_TOKENS]
-    engine.verify(block, BUDGET)
-    drafts = engine.read("draft_logits").reshape(-1, engine.spec.vocab_size)[1:BLOCK].astype(np.float32)  # row 0 is the root's
-    candidates = engine.read("candidate_tokens")[0, : BLOCK - 1, :BUDGET]
-    plain = decode_plain(recorder, prompt, NEW_TOKENS, chunk=1)
-    logits, cache = np.stack(recorder.logits), recorder.cache_rows()
-    if plain.tokens[0] != root or differing_bits(np.stack(whole), logits[:PROMPT_TOKENS]):
-        problem = "the prompt in one piece gives other bits than token by token (L3)"
-    truth = (*prompt, *plain.tokens)
-    for drafter, chunk in ((ReplayDrafter(truth, engine.spec.vocab_size, 0.2), 12), (DFlashDrafter(BLOCK), 64)):
-        tree = decode_tree(recorder, prompt, NEW_TOKENS, drafter, BUDGET, BLOCK, chunk=chunk)
-        if tree.tokens != plain.tokens:
-            problem = problem or f"other tokens than plain decoding, drafted by {drafter.name} (L1)"
-        problem = problem or _other_rows(recorder, logits, cache, f"drafted by {drafter.name} (L2)")
-    rounds = Rounds(engine, block, (BUDGET,))
-    got = decode_rounds(rounds, prompt, NEW_TOKENS, lambda _: FixedBudget(BUDGET), chunk=9, ahead=1)
-    if got.tokens != plain.tokens or differing_bits(engine.cache_rows(), cache):
-        problem = problem or "rounds give other tokens or cache rows than plain decoding (L1, L2)"
-    problem = problem or _in_company(engine, GREEDY, truth, logits, cache)
-    drawn = decode_plain(recorder, prompt, NEW_TOKENS, chunk=8, sampling=SAMPLING)
-    drawn_logits, drawn_cache = np.stack(recorder.logits), recorder.cache_rows()
-    problem = problem or _in_company(engine, SAMPLING, (*prompt, *drawn.tokens), drawn_logits, drawn_cache)
-    half = ReplayDrafter((*prompt, *drawn.tokens), engine.spec.vocab_size, 0.5)
-    again = decode_tree(recorder, prompt, NEW_TOKENS, half, 15, 8, sampling=SAMPLING)
-    problem = problem or _other_rows(recorder, drawn_logits, drawn_cache, "sampled, with trees (L5)")
-    other = decode_rounds(rounds, prompt, NEW_TOKENS, lambda _: FixedBudget(BUDGET), chunk=9, sampling=SAMPLING)
-    if again.tokens != drawn.tokens or other.tokens != drawn.tokens:
-        problem = problem or "other tokens than plain sampling (L5)"
-    return Observed(logits, cache, plain.tokens, drawn.tokens, drawn_logits, features, drafts, candidates, problem)
-
-
-def _in_company(engine: Engine, sampling: Sampling, truth: Sequence[int], logits: Array, cache: Array) -> str:
-    """Steps with another sequence, whose tokens are not drawn; this one, whose tokens are chosen as ``sampling`` says, stands second."""
-    for sequence, chosen in enumerate((GREEDY, sampling)):
-        engine.reset(sequence, chosen)
-    _, token = engine.prefill_many([(0, truth[7:12]), (1, truth[:PROMPT_TOKENS])])
-    for place in range(2):
-        got, expected = engine.logits(2)[1], logits[PROMPT_TOKENS - 1 + place]
-        if differing_bits(got, expected):
-            return f"row {PROMPT_TOKENS - 1 + place} has other logits than alone (L4)"
-        if token != truth[PROMPT_TOKENS + place]:
-            return f"token {place} is {token}, beside another sequence, instead of {truth[PROMPT_TOKENS + place]} (L4)"
-        _, token = engine.decode_many([0, 1])
-    return "" if not differing_bits(engine.cache_rows(1), cache[:, : engine.length(1)]) else "other cache rows than alone (L4)"
-
-
-def _other_rows(recorder: RecordingEngine, logits: Array, cache: Array, what: str) -> str:
-    rows = min(len(recorder.logits), len(logits))
-    if differing_bits(np.stack(recorder.logits[:rows]), logits[:rows]) or differing_bits(recorder.cache_rows()[:, :rows], cache[:, :rows]):
-        return f"other logits or cache rows than plain decoding, {what}"
-    return ""
-
-
-# ---- ranks of one process -----------------------------------------------------------------------------------------------
 
 
 def check_case(case: Case, weights: Mapping[str, Array]) -> tuple[str, float, float, list[Observed]]:
@@ -289,9 +112,6 @@ def _drafts(case: Case, found: Observed, weights: Mapping[str, Array]) -> str:
     return "" if error <= tolerance else f"the drafter's logits are off the float64 reference's by {error:.3g}"
 
 
-# ---- ranks that are processes -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Seen:
     """What a process saw: the digests of ``Observed``, and its problem."""
@@ -330,9 +150,6 @@ def run_rank(jobs: Sequence[tuple[dict[str, Any], Compute, bool, Exchange]]) -> 
             return [[each] for each in found]
         everybody = [json.loads(each) for each in group.exchange(json.dumps(found).encode())]
         return None if group.rank else [list(ranks) for ranks in zip(*everybody, strict=True)]
-
-
-# ---- all of them --------------------------------------------------------------------------------------------------------
 
 
 def check_rank_matrix(wanted: Sequence[Case]) -> Iterator[Check]:

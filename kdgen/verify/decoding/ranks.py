@@ -31,42 +31,50 @@ from kdgen.verify.report.checks import Check
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do: decode ``spec``, with an oracle's weights where ``case`` names one, else with random ones."""
+    """What the ranks do: decode ``spec`` with ``weights``, the name of an oracle's case or the seed of random ones; without ``situations``
+    they run every program under the checker instead."""
 
     spec: dict[str, Any]
     compute: Compute
-    case: str
-    backend: str
-    situations: int  #: so many of decodes.SITUATIONS
-    seed: int
     exchange: Exchange
-    family: Family
-    programs: bool  #: run every program under the checker, instead of decoding
-    errors: str  #: a folder; a rank that ends early writes there why, before the others can notice
+    family: Family = "generic"
+    weights: str | int = 0
+    backend: str = "cpu"
+    situations: int | None = None  #: so many of decodes.SITUATIONS
+    errors: str = ""  #: a folder; a rank that ends early writes there why, before the others can notice
 
 
 def check_ranks(
-    spec: Spec, compute: Compute, ranks: int, case: str = "", backend: str = "cpu", situations: int = 2, seed: int = 0,
-    exchange: Exchange = "gather", family: Family = "generic", programs: bool = False,
+    spec: Spec, compute: Compute, ranks: int, weights: str | int = 0, backend: str = "cpu", situations: int = 2,
+    exchange: Exchange = "gather", family: Family = "generic",
 ) -> list[Check]:  # fmt: skip
-    """The checks of ``check_decodes``, or of ``check_programs``, by ``ranks`` processes; the figure of each is the largest of any rank.
-    A GPU takes the plan of its own family.
+    """The checks of ``check_decodes`` by ``ranks`` processes, in the first ``situations``. ``weights`` name an oracle's case or seed random
+    ones. The figure of each check is the largest of any rank. A GPU takes the plan of its own family.
 
     The first check that fails on a rank ends the job, for that rank no longer takes the steps that the others wait for. Raises KdgenError
     then, and when a rank fails otherwise, with what the first of them said.
     """
+    return _by_ranks(Job(spec.model_dump(mode="json"), compute, exchange, family, weights, backend, situations), ranks)
+
+
+def check_programs_of_ranks(spec: Spec, compute: Compute, ranks: int, exchange: Exchange) -> list[Check]:
+    """The checks of ``check_programs`` by ``ranks`` processes. Raises KdgenError as ``check_ranks`` does."""
+    return _by_ranks(Job(spec.model_dump(mode="json"), compute, exchange), ranks)
+
+
+def _by_ranks(job: Job, ranks: int) -> list[Check]:
     said_in = tempfile.TemporaryDirectory(prefix="kdgen-ranks-")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, said_in as folder:
-        job = Job(spec.model_dump(mode="json"), compute, case, backend, situations, seed, exchange, family, programs, folder)
-        command = [sys.executable, "-P", "-m", "kdgen.verify.decoding.ranks", json.dumps(dataclasses.asdict(job))]
+        values = dataclasses.asdict(replace(job, errors=folder))
+        command = [sys.executable, "-P", "-m", "kdgen.verify.decoding.ranks", json.dumps(values)]
         code = run_ranks(command, ranks, output=output, errors=errors)
         for file in (output, errors):
             file.seek(0)
         if code:
             said = _first_said(Path(folder)) or errors.read().decode(errors="replace").strip()
-            raise KdgenError(f"{ranks} ranks of {spec.name}, {exchange}, ended with {code}: {said}")
+            raise KdgenError(f"{ranks} ranks of {job.spec['name']}, {job.exchange}, ended with {code}: {said}")
         found = [[Check(**values) for values in checks] for checks in json.loads(output.read())]
-    return [_together(each, f"{ranks} ranks, {exchange}") for each in zip(*found, strict=True)]
+    return [_together(each, f"{ranks} ranks, {job.exchange}") for each in zip(*found, strict=True)]
 
 
 def _first_said(folder: Path) -> str:
@@ -102,12 +110,14 @@ def run_rank(job: Job) -> list[list[Check]] | None:
 
 def _checks(job: Job, group: Group | None) -> Iterator[Check]:
     spec = Spec.from_mapping(job.spec)
-    if job.programs:
+    if job.situations is None:
         yield check_programs(Model(spec, job.compute, job.family), group, job.exchange)
         return
     backend, shard = open_shard(group, job.backend, exchange=job.exchange)
-    case = next((case for case in model_cases() if case.name == job.case), None)
-    subject = oracle_subject(spec, job.compute, case) if case else random_subject(spec, job.compute, job.seed)
+    if isinstance(job.weights, int):
+        subject = random_subject(spec, job.compute, job.weights)
+    else:
+        subject = oracle_subject(spec, job.compute, next(case for case in model_cases() if case.name == job.weights))
     for check in check_decodes(backend, subject, SITUATIONS[: job.situations], shard, job.family):
         if check.status == "failed" and group is not None:
             raise KdgenError(f"{check.name}: {check.why}")

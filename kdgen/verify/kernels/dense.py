@@ -69,12 +69,14 @@ def check_linear(harness: Harness) -> None:
         count = len(rows)
         # everything that the kernel must not read is NaN; the last row ends where its last input does
         x_rows = _scatter(x[rows], p.x_stride, p.x_batch_stride, batch)
-        arguments = {"num_tokens": harness.integer(count), **harness.inputs({"x": x_rows, "weight": packed})}
+        router = (kernel or harness.kernel).template == ROUTER  # which has names of its own for rows and results, and a block a row tile
+        source, target = ("hidden", "logits") if router else ("x", "y")
+        arguments = {"num_tokens": harness.integer(count), **harness.inputs({source: x_rows, "weight": packed})}
         if bias is not None:
             arguments["bias"] = harness.input(bias)
         row_tiles = -(-wanted // tile)
-        by_tile = not mma or (kernel or harness.kernel).template == ROUTER  # a block each
-        grid = Grid(count, replaced={0: row_tiles, 2: batches} if by_tile else {2: batches}, row_tiles=row_tiles, kernel=kernel)
+        replaced = {0: row_tiles, 2: batches} if router or not mma else {2: batches}
+        grid = Grid(count, replaced=replaced, row_tiles=row_tiles, kernel=kernel)
         if outbox and not kernel:
             inboxes = Inboxes(harness, outbox.ranks, outbox.width, count, outbox.counters)
             harness.launch(grid, **arguments, **inboxes.arguments())
@@ -85,7 +87,7 @@ def check_linear(harness: Harness) -> None:
             start = poison("f32", *y_shape)
             start[:count, :wanted] = residual[rows, 0]
             harness.backend.write(y, start)
-        harness.launch(grid, **arguments, y=y)
+        harness.launch(grid, **arguments, **{target: y})
         written = split_guard(harness, "y", harness.read(y), count).copy()
         columns = _columns(wanted, batches, p.y_batch_stride)
         result = written[:, columns].reshape(count, batches, wanted)
