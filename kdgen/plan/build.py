@@ -7,6 +7,7 @@ from dataclasses import replace
 from kdgen.errors import KdgenError
 from kdgen.plan.attention import has_wgmma_shapes, mma_obstacles
 from kdgen.plan.derive import derive, of_larger_limits, op_programs
+from kdgen.plan.describe import described, share_headers
 from kdgen.plan.ir import Buffer, Compute, Family, Limits, Plan
 from kdgen.plan.memory import buffers
 from kdgen.plan.ops.attention import fuses_combine_and_w_uv
@@ -43,7 +44,8 @@ def build_plan(spec: Spec, compute: Compute | None = None, limits: Limits | None
         raise KdgenError(f"{spec.name}: bf16 compute needs tensor-core shapes, but {'; '.join(obstacles)}. Use --dtype f32.")
     generic = _plan(spec, compute, default, limits, shard, "generic")
     if compute == "bf16" and has_wgmma_shapes(part):
-        return replace(generic, special=(_plan(spec, compute, default, limits, shard, "sm_90a"),))
+        special = _plan(spec, compute, default, limits, shard, "sm_90a")
+        return replace(generic, special=(replace(special, kernels=share_headers(special.kernels, generic.kernels)),))
     return generic
 
 
@@ -96,15 +98,16 @@ def _plan(spec: Spec, compute: Compute, default: Compute, limits: Limits, shard:
         notes.append("drafter: target layers' outputs are captured, and its cache follows every committed token")
     c = Context(spec, part, mode, limits, shard)
     found = derive(op_programs(c), of_larger_limits(c))
+    tensors, draft_tensors = weights(spec, mode, shard), draft_weights(spec, compute, shard)
     return Plan(
         spec_name=spec.name,
         spec_sha256=spec.sha256,
         compute=compute,
         default_compute=default,
         limits=limits,
-        kernels=found.kernels,
-        weights=weights(spec, mode, shard),
-        draft_weights=draft_weights(spec, compute, shard),
+        kernels=described(found.kernels, (*tensors, *draft_tensors), c),
+        weights=tensors,
+        draft_weights=draft_tensors,
         buffers=buffers(c, found.buffers),
         programs=found.programs,
         notes=tuple(notes),

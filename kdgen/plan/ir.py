@@ -121,7 +121,7 @@ class Kernel:
     blocks take up one tile of rows after another has their number, ``row_tiles``, as a parameter of that name. Where a GPU has clusters, a
     block's threads are divided among the ``cluster`` blocks of one, each of which has ``smem``. A GPU may start a kernel while the one
     before it still runs: ``early`` names the parameters through which it reads or writes before it has waited for that, besides those that
-    are ``__restrict__``, which only the host writes.
+    are ``__restrict__``, which only the host writes. ``header`` is what its file says of all that (``kdgen.plan.describe``).
     """
 
     name: str
@@ -138,6 +138,7 @@ class Kernel:
     parameters: tuple[Parameter, ...] = ()
     group: Group = "norms and rows"
     timing: Timing = "alone"
+    header: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> Parameter:
         return next(each for each in self.parameters if each.name == name)
