@@ -5,11 +5,11 @@
 // Block: 64 threads, 0 bytes of dynamic shared memory.
 // Programs: draft_top_k, draft; in draft_top_k first and before top_k.
 // Arguments:
-//   step_count       const int*    step_count [1] int32
-//   draft_shape      const int*    draft_shape [sequences][4] int32
-//   logits           const float*  draft_logits [sequences][16][258] float32
-//   part_candidates  int2*         part_candidates [sequences][16][3][64][2] int32
-//   part_sums        float2*       part_sums [sequences][16][3][2] float32
+//   step_count       const int*         step_count [1] int32
+//   draft_shape      const DraftShape*  draft_shape [sequences][4] int32
+//   logits           const float*       draft_logits [sequences][16][258] float32
+//   part_candidates  int2*              part_candidates [sequences][16][3][64][2] int32
+//   part_sums        float2*            part_sums [sequences][16][3][2] float32
 
 // The most probable tokens of each part of each draft row's vocabulary, best first, the lower id first on ties, and
 // what the row's log-sum-exp needs of the part. A warp takes the best of its registers again and again; then one warp
@@ -23,6 +23,12 @@ constexpr int MAX_CANDIDATES = 64;  // row stride of the outputs
 constexpr int LANE_TOKENS = 2;      // of a thread
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
 constexpr int PART = BLOCK * LANE_TOKENS, PARTS = (VOCAB + PART - 1) / PART;
+struct DraftShape {
+  int depths;      // of the tree below its root
+  int candidates;  // tokens that a depth chooses from
+  int budget;      // nodes of the tree below its root
+  int first_row;   // of the place, among the draft's rows of logits
+};
 constexpr int NOBODY = 0x7fffffff;
 struct Candidate {
   u32 key;  // the logit in an order of unsigned integers; 0: there is none
@@ -71,19 +77,18 @@ __device__ __forceinline__ void merge_best(const Candidate* lists, int stride, i
   }
 }
 
-// draft_shape: {depths, candidates a row, budget, first logits row} of each place of the step
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    top_k_parts(const int* step_count, const int* draft_shape, const float* logits, int2* part_candidates,
-                float2* part_sums) {
+    top_k_parts(const int* step_count, const DraftShape* draft_shape, const float* logits,
+                int2* part_candidates, float2* part_sums) {
   begin_after_previous_kernel();
   SHARED_ARRAY(Candidate, list, [WARPS][MAX_CANDIDATES]);
   SHARED_ARRAY(Candidate, merged, [MAX_CANDIDATES]);
   SHARED_ARRAY(float, warp_value, [WARPS]);
   const int place = blockIdx.z, part = blockIdx.y;
-  if (place >= *step_count || blockIdx.x >= draft_shape[place * 4]) return;
+  if (place >= *step_count || blockIdx.x >= draft_shape[place].depths) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int candidates = min(draft_shape[place * 4 + 1], min(VOCAB, MAX_CANDIDATES));
-  const float* row = logits + (size_t)(draft_shape[place * 4 + 3] + blockIdx.x) * VOCAB;
+  const int candidates = min(draft_shape[place].candidates, min(VOCAB, MAX_CANDIDATES));
+  const float* row = logits + (size_t)(draft_shape[place].first_row + blockIdx.x) * VOCAB;
   const size_t out = (size_t)(place * MAX_PATH + blockIdx.x) * PARTS + part;
 
   float value[LANE_TOKENS], largest = negative_infinity();

@@ -5,12 +5,12 @@
 // Block: 256 threads, 2592 bytes of dynamic shared memory.
 // Programs: draft_top_k, draft; in draft_top_k after top_k_parts and last.
 // Arguments:
-//   step_count           const int*     step_count [1] int32
-//   draft_shape          const int*     draft_shape [sequences][4] int32
-//   part_candidates      const int2*    part_candidates [sequences][16][4][64][2] int32
-//   part_sums            const float2*  part_sums [sequences][16][4][2] float32
-//   candidate_tokens     int*           candidate_tokens [sequences][16][64] int32
-//   candidate_log_probs  float*         candidate_log_probs [sequences][16][64] float32
+//   step_count           const int*         step_count [1] int32
+//   draft_shape          const DraftShape*  draft_shape [sequences][4] int32
+//   part_candidates      const int2*        part_candidates [sequences][16][4][64][2] int32
+//   part_sums            const float2*      part_sums [sequences][16][4][2] float32
+//   candidate_tokens     int*               candidate_tokens [sequences][16][64] int32
+//   candidate_log_probs  float*             candidate_log_probs [sequences][16][64] float32
 
 // The k most probable tokens of each draft row with their log-probabilities, best first, the lower id first on ties,
 // out of those of its parts. One block a row.
@@ -22,6 +22,12 @@ constexpr int MAX_PATH = 16;        // candidate rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of candidates
 constexpr int PARTS = 4;
 constexpr int BLOCK = 256, WARPS = BLOCK / 32;
+struct DraftShape {
+  int depths;      // of the tree below its root
+  int candidates;  // tokens that a depth chooses from
+  int budget;      // nodes of the tree below its root
+  int first_row;   // of the place, among the draft's rows of logits
+};
 constexpr int NOBODY = 0x7fffffff;
 struct Candidate {
   u32 key;  // the logit in an order of unsigned integers; 0: there is none
@@ -75,16 +81,15 @@ struct Shared {                               // 2592 bytes
   Candidate merged[MAX_CANDIDATES];
 };
 
-// draft_shape: {depths, candidates a row, budget, first logits row} of each place of the step
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    top_k(const int* step_count, const int* draft_shape, const int2* part_candidates, const float2* part_sums,
-          int* candidate_tokens, float* candidate_log_probs) {
+    top_k(const int* step_count, const DraftShape* draft_shape, const int2* part_candidates,
+          const float2* part_sums, int* candidate_tokens, float* candidate_log_probs) {
   begin_after_previous_kernel();
   SHARED_DYNAMIC(Shared, shared);
   const int place = blockIdx.y;
-  if (place >= *step_count || blockIdx.x >= draft_shape[place * 4]) return;
+  if (place >= *step_count || blockIdx.x >= draft_shape[place].depths) return;
   const int draft_row = place * MAX_PATH + blockIdx.x;
-  const int candidates = min(draft_shape[place * 4 + 1], min(VOCAB, MAX_CANDIDATES));
+  const int candidates = min(draft_shape[place].candidates, min(VOCAB, MAX_CANDIDATES));
   for (int i = threadIdx.x; i < PARTS * candidates; i += BLOCK) {
     const int part = i / candidates, k = i % candidates;
     const int2 one = part_candidates[((size_t)draft_row * PARTS + part) * MAX_CANDIDATES + k];

@@ -5,16 +5,16 @@
 // Block: 32 threads, 0 bytes of dynamic shared memory.
 // Programs: verify; in verify first and before tree_rows.
 // Arguments:
-//   step_count           const int*    step_count [1] int32
-//   step_sequence        const int*    step_sequence [sequences] int32
-//   draft_shape          const int*    draft_shape [sequences][4] int32
-//   candidate_tokens     const int*    candidate_tokens [sequences][16][64] int32
-//   candidate_log_probs  const float*  candidate_log_probs [sequences][16][64] float32
-//   root_token           const int*    root_token [sequences] int32
-//   tree_size            int*          tree_size [sequences] int32
-//   tree_token           int*          tree_token [sequences][64] int32
-//   tree_parent          int*          tree_parent [sequences][64] int32
-//   tree_depth           int*          tree_depth [sequences][64] int32
+//   step_count           const int*         step_count [1] int32
+//   step_sequence        const int*         step_sequence [sequences] int32
+//   draft_shape          const DraftShape*  draft_shape [sequences][4] int32
+//   candidate_tokens     const int*         candidate_tokens [sequences][16][64] int32
+//   candidate_log_probs  const float*       candidate_log_probs [sequences][16][64] float32
+//   root_token           const int*         root_token [sequences] int32
+//   tree_size            int*               tree_size [sequences] int32
+//   tree_token           int*               tree_token [sequences][64] int32
+//   tree_parent          int*               tree_parent [sequences][64] int32
+//   tree_depth           int*               tree_depth [sequences][64] int32
 
 // Best-first draft tree (DDTree, arXiv 2604.12989): the `budget` most probable prefixes under independent
 // per-depth distributions. Take the best open candidate; open its next sibling (next rank in its row) and its
@@ -30,6 +30,12 @@ constexpr int MAX_CANDIDATES = 64;  // row stride of the candidates
 constexpr int RANK_BITS = 7;
 constexpr int DEPTHS_PER_WORD = 8;
 constexpr int MAX_OPEN = 2 * MAX_NODES;  // each node taken opens at most two
+struct DraftShape {
+  int depths;      // of the tree below its root
+  int candidates;  // tokens that a depth chooses from
+  int budget;      // nodes of the tree below its root
+  int first_row;   // of the place, among the draft's rows of logits
+};
 
 struct Candidate {
   double score;             // path log-probability, summed as the reference sums it
@@ -51,23 +57,22 @@ __device__ __forceinline__ void set_rank(Candidate& c, int depth, int rank) {
     c.key_low = (c.key_low & clear) | set;
 }
 
-// draft_shape: {depths, candidates a row, budget, first logits row} of each place
 extern "C" __global__ void __launch_bounds__(32)
-    tree_build(const int* step_count, const int* step_sequence, const int* draft_shape,
+    tree_build(const int* step_count, const int* step_sequence, const DraftShape* draft_shape,
                const int* candidate_tokens, const float* candidate_log_probs, const int* root_token,
                int* tree_size, int* tree_token, int* tree_parent, int* tree_depth) {
   begin_after_previous_kernel();
   SHARED_ARRAY(Candidate, open, [MAX_OPEN]);
   const int lane = threadIdx.x, step_place = blockIdx.x;
   if (step_place >= *step_count) return;
-  draft_shape += step_place * 4;
+  const DraftShape& shape = draft_shape[step_place];
   candidate_tokens += step_place * MAX_PATH * MAX_CANDIDATES;
   candidate_log_probs += step_place * MAX_PATH * MAX_CANDIDATES;
   tree_token += step_place * MAX_NODES;
   tree_parent += step_place * MAX_NODES;
   tree_depth += step_place * MAX_NODES;
-  const int depths = min(draft_shape[0], MAX_PATH - 1), ranks = min(draft_shape[1], MAX_CANDIDATES);
-  const int budget = min(draft_shape[2], MAX_NODES - 1);
+  const int depths = min(shape.depths, MAX_PATH - 1), ranks = min(shape.candidates, MAX_CANDIDATES);
+  const int budget = min(shape.budget, MAX_NODES - 1);
   int size = 1, opened = 0;
   if (lane == 0) {
     tree_token[0] = root_token[step_sequence[step_place]];

@@ -980,7 +980,7 @@ TEMPLATES = [
     ),
     *_in(
         "top_k_parts",
-        ("logits of the place's first row", "draft_shape[place * 4 + 3] + blockIdx.x", "draft_shape[place * 4 + 3]"),
+        ("logits of the place's first row", "draft_shape[place].first_row + blockIdx.x", "draft_shape[place].first_row"),
         ("tokens behind the last take part", "key[i] = token < VOCAB ? ordered(value[i]) : 0;", "key[i] = ordered(value[i]);"),
         ("a token is taken again", "== best.token) key[i] = 0;", "== best.token && i > 0) key[i] = 0;"),
         ("no barrier before the sums come to where the maxima are", "  __syncthreads();  // the maxima have been read\n", ""),

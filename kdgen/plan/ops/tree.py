@@ -103,6 +103,10 @@ def top_k_parts(vocab: int) -> int:
     return -(-vocab // top_k_part_size(vocab))
 
 
+#: For each place of the step, ``struct DraftShape``.
+_DRAFT_SHAPE = reads("DraftShape", "draft_shape")
+
+
 @dataclass(frozen=True)
 class TopKPartsOp(Op):
     """The candidates of each part of the vocabulary, for every draft row, and what the row's softmax needs of the part."""
@@ -118,7 +122,7 @@ class TopKPartsOp(Op):
 
     def arguments(self) -> tuple[Argument, ...]:
         logits = reads("float", "logits", buffer("draft_logits"))
-        return *reads_ints("step_count draft_shape"), logits, writes("int2", "part_candidates"), writes("float2", "part_sums")
+        return *reads_ints("step_count"), _DRAFT_SHAPE, logits, writes("int2", "part_candidates"), writes("float2", "part_sums")
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class TopKOp(Op):
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
-            *reads_ints("step_count draft_shape"),
+            *reads_ints("step_count"),
+            _DRAFT_SHAPE,
             reads("int2", "part_candidates"),
             reads("float2", "part_sums"),
             writes("int", "candidate_tokens"),
@@ -155,7 +160,9 @@ class TreeBuildOp(Op):
 
     def arguments(self) -> tuple[Argument, ...]:
         return (
-            *reads_ints("step_count step_sequence draft_shape candidate_tokens"),
+            *reads_ints("step_count step_sequence"),
+            _DRAFT_SHAPE,
+            *reads_ints("candidate_tokens"),
             *reads_floats("candidate_log_probs"),
             *reads_ints("root_token"),
             *writes_ints("tree_size tree_token tree_parent tree_depth"),
