@@ -19,7 +19,7 @@ from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_wei
 from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
 from kdgen.plan.tuning import GENERIC_TOKENS, CType, block_for, input_slices
 
-#: The routed experts by their assignments, which the kernel that makes them hands over to those behind it.
+#: The lists of experts that have assignments. The kernel that makes them lets the next one begin only when they are complete.
 LISTS = ("num_active", "active_expert", "active_begin", "active_end")
 
 
