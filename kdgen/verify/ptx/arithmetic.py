@@ -50,6 +50,11 @@ extern "C" __global__ void __launch_bounds__(32) {self.name}(const u32* x, u32* 
 
 
 def arithmetic() -> tuple[Arithmetic, ...]:
+    return *_within_a_thread(), *_over_a_warp(), *_with_rounds()
+
+
+def _within_a_thread() -> tuple[Arithmetic, ...]:
+    """Conversions, masks, places and exponentials."""
     return (
         Arithmetic(
             "bf16_rounding",
@@ -81,6 +86,12 @@ def arithmetic() -> tuple[Arithmetic, ...]:
         ),
         Arithmetic("exponentials", ("exp2_or_zero(float)",), "o[0] = __float_as_uint(exp2_or_zero(__uint_as_float(a)));",
                    inputs="exponents", ulps=1),
+    )  # fmt: skip
+
+
+def _over_a_warp() -> tuple[Arithmetic, ...]:
+    """Sums, extremes and fragments of all lanes."""
+    return (
         Arithmetic(
             "warp_sums",
             ("warp_sum(float)",),
@@ -101,6 +112,12 @@ def arithmetic() -> tuple[Arithmetic, ...]:
             "u32 r[4]; uniform_fragment(r, a); o[0] = r[0]; o[1] = r[1]; o[2] = r[2]; o[3] = r[3];",
             warps=2,
         ),
+    )  # fmt: skip
+
+
+def _with_rounds() -> tuple[Arithmetic, ...]:
+    """Words that ranks send each other, each beside the round it is sent in."""
+    return (
         Arithmetic(
             "words_with_rounds",
             ("send_word(u64*, u32, u32)", "word_is_there(const u64*, u32, u32&)"),

@@ -35,17 +35,17 @@ _NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)")
 class Machine:
     """One launch of ``kernel`` with ``arguments`` (the parameters' bits) for ``blocks`` of ``threads`` each.
 
-    ``specials`` are special registers by name; ``answers`` what each mbarrier.try_wait says, in order; ``names`` values by their names.
+    ``specials`` are special registers by name; ``answers`` what each mbarrier.try_wait says, in order. Dynamic shared memory begins at
+    ``dynamic_shared``.
     """
 
     def __init__(
         self, kernel: Kernel, arguments: Sequence[int], memory: Memory, *, threads: int, blocks: int = 1,
-        specials: Mapping[str, int] | None = None, answers: Sequence[int] = (), names: Mapping[int, str] | None = None,
-        dynamic_shared: int = FIRST_SHARED,
+        specials: Mapping[str, int] | None = None, answers: Sequence[int] = (), dynamic_shared: int = FIRST_SHARED,
     ) -> None:  # fmt: skip
         self.events: list[str] = []
         self._kernel, self._memory, self._answers = kernel, memory, list(answers)
-        self._names = dict(names or {})
+        self._names = dict(memory.names)
         self._threads = count = threads * blocks
         self._labels = dict(kernel.labels)
         self._parameters = dict(zip(kernel.parameters, arguments, strict=True))

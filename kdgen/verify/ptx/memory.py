@@ -29,8 +29,11 @@ class Region:
 
 
 class Memory:
+    """Arrays, and ``names`` of values that are known by name: parameters and words of arrays."""
+
     def __init__(self) -> None:
         self.regions: list[Region] = []
+        self.names: dict[int, str] = {}
 
     def add(self, name: str, data: npt.NDArray[np.generic], address: int | None = None) -> Region:
         """A global array with the bytes of ``data``, or one at ``address``. Addresses are multiples of 1024."""

@@ -54,13 +54,12 @@ def source_of(probes: Sequence[Probe]) -> str:
 def problem(probe: Probe, kernel: Kernel) -> str:
     """How the kernel that NVRTC made of ``probe`` differs from what is expected, or ""."""
     memory = Memory()
-    names: dict[int, str] = {}
     out = memory.add("out", np.zeros(WORDS, np.uint32))
     arguments = [out.address]
     for number, (kind, name) in enumerate(_declared(probe.parameters)):
-        arguments.append(_argument(memory, names, kind, name, number))
+        arguments.append(_argument(memory, kind, name, number))
     specials = {"%cluster_nctarank": probe.blocks, "%cluster_ctarank": probe.rank, "%clusterid.x": 0x5C105, "%nctaid.x": 1}
-    machine = Machine(kernel, arguments, memory, threads=probe.threads, specials=specials, answers=probe.answers, names=names)
+    machine = Machine(kernel, arguments, memory, threads=probe.threads, specials=specials, answers=probe.answers)
     called = ", ".join(probe.covers)
     try:
         events = tuple(machine.run())
@@ -89,19 +88,19 @@ def _declared(parameters: str) -> list[tuple[str, str]]:
     return [(found[1].strip(), found[2]) for declaration in each if (found := re.fullmatch(r"(.*?)(\w+)", declaration))]
 
 
-def _argument(memory: Memory, names: dict[int, str], kind: str, name: str, number: int) -> int:
-    """A parameter's bits: an array whose words have names, a truth (``yes`` and ``no``), or a value of its own that ``names`` learns."""
+def _argument(memory: Memory, kind: str, name: str, number: int) -> int:
+    """A parameter's bits: an array whose words have names, a truth (``yes`` and ``no``), or a value of its own. ``memory`` names them."""
     if kind.endswith("*"):
         first = 0x21000000 + number * 0x10000
         words = np.arange(first, first + WORDS, dtype=np.uint32)
-        names |= {int(word): f"{name}[{place}]" for place, word in enumerate(words)}
+        memory.names |= {int(word): f"{name}[{place}]" for place, word in enumerate(words)}
         return memory.add(name, words).address
     if kind == "bool":
         return int(name == "yes")
     value = 0x11000000 + number * 0x1001
     if kind == "u64":
         value = value << 32 | 0x12000000 + number * 0x1001
-    names[value] = name
+    memory.names[value] = name
     return value
 
 
