@@ -64,36 +64,6 @@ struct Schedule {
 };
 static_assert(sizeof(Schedule) == 816, "the plan's buffer has this many bytes for each block");
 
-// What the calling block works on, the first item in registers.
-struct BlockWork {
-  const WorkItem* items;
-  int count;
-  WorkItem first;
-};
-__device__ __forceinline__ BlockWork read_work(const Schedule* schedules) {
-  const Schedule* mine = schedules + blockIdx.x;
-  return {mine->items, mine->count, *mine->items};
-}
-
-// Calls body(item, split, first key, end of the keys, whether the rows are others than in the call before) for
-// all that the block works on.
-template <class Body>
-__device__ __forceinline__ void for_splits_of_block(const BlockWork& work, Body body) {
-  WorkItem item = work.first;
-  bool other_rows = true;
-  for (int i = 1;; ++i) {
-#pragma unroll 1
-    for (int split = item.begin_split; split < item.end_split; ++split) {
-      body(item, split, split_begin(split), min(split_begin(split + 1), item.keys), other_rows);
-      other_rows = false;
-    }
-    if (i >= work.count) break;
-    const WorkItem next = work.items[i];
-    other_rows = next.row != item.row || next.rows > item.rows;  // queries of a group include its first row's
-    item = next;
-  }
-}
-
 // The workers of a group. A lane knows how many tiles worker i * 32 + lane has to do so far, and what its first
 // split of the rows that are dealt out now adds for their start.
 struct Workers {
