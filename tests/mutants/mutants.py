@@ -626,7 +626,7 @@ TEMPLATES = [
         ),
     ),
     *_in(
-        "templates/lib/attention_work.cuh.j2",
+        "templates/lib/attention_schedule.cuh.j2",
         ("splits as long as the row", "min(split_begin(split + 1), item.keys)", "item.keys"),
         ("queries of the rows before stay", "other_rows = next.row != item.row || next.rows > item.rows;", "other_rows = false;"),
         ("a row's queries stay for its group", " || next.rows > item.rows", ""),

@@ -22,7 +22,7 @@ LEFT_OVER = 4  #: blocks of which one can be left over for three rows; models of
 
 @dataclass(frozen=True)
 class WorkItem:
-    """``struct WorkItem`` of attention_schedule.cuh.j2, field by field: token rows, and splits of the keys that these rows see."""
+    """``struct WorkItem`` of schedule_format.cuh.j2, field by field: token rows, and splits of the keys that these rows see."""
 
     row: int
     rows: int
