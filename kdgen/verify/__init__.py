@@ -1,5 +1,6 @@
 """Everything generated, held against something else: kernels against float64 NumPy, decodes against the oracles and each other.
 
-``kernels.py`` runs each kernel alone, ``decodes.py`` whole models, ``shrink.py`` makes a wide spec small enough for a CPU,
-``tolerances.py`` says how far float32 may stray, ``report.py`` is what comes out.
+``tasks.py`` lists what is checked, ``running.py`` runs the tasks, and ``run.py`` reports what they found. ``parts/`` makes the checks:
+of kernels alone with ``kernels/``, of whole models with ``decoding/`` and ``rounds/``, of primitives with ``ptx/``. ``plans.py`` chooses
+the plans, and ``shrink.py`` makes a wide spec small enough for a CPU.
 """

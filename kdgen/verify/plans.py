@@ -64,8 +64,8 @@ def small_of(spec: Spec, plan: Plan) -> tuple[Spec, Plan]:
 
 
 def run_whole(others: Plans) -> list[tuple[Spec, Plan]]:
-    """``others``, of which models that are here for the plans of some targets run these alone: the templates of their plans for all targets
-    are run by other models, in both types."""
+    """The plans of ``others`` that decode. A model that is among them for the plans of some targets decodes with these alone, because other
+    models run the templates of its plan for all targets, in both types."""
     made_for_some = {spec.name for spec, plan in others if plan.family != "generic"}
     return [(spec, plan) for spec, plan in others if plan.family != "generic" or spec.name not in made_for_some]
 

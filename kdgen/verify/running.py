@@ -29,16 +29,16 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A Progress that nobody sees."""
+    """A Progress that shows nothing."""
 
     def doing(self, what: str) -> None:
-        """Nobody is told."""
+        """Shows nothing."""
 
     def failed(self, check: Check) -> None:
-        """Nobody is told."""
+        """Shows nothing."""
 
     def ended(self, part: str, checks: Sequence[Check]) -> None:
-        """Nobody is told."""
+        """Shows nothing."""
 
 
 def one_by_one(all_tasks: Sequence[Task], progress: Progress, fail_fast: bool) -> list[Check]:

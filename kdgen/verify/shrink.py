@@ -87,7 +87,7 @@ def shrink(spec: Spec, family: Family = "generic") -> Spec:
 def _drafter(draft: DraftSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     """The drafter of a shrunk ``target``."""
     key_heads = min(draft.num_key_value_heads, 2)
-    kinds = sorted(set(draft.layer_types), reverse=True)  # what slides comes first
+    kinds = sorted(set(draft.layer_types), reverse=True)  # sliding attention first
     layers = len(kinds) if kinds else min(draft.num_hidden_layers, 2)
     read = min(len(draft.target_layer_ids), target["num_hidden_layers"])
     return draft.model_dump(mode="json") | {

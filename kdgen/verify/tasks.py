@@ -38,7 +38,7 @@ LEAST_POSITIONS = 32
 
 @dataclass(frozen=True)
 class Task:
-    """A part of the report: checks that are made one after another in one process. ``make`` is given whom to tell what it does.
+    """A part of the report: checks that are made one after another in one process. ``make`` calls its argument with what runs now.
 
     ``seconds`` are about what it takes on a core: where several processes share the work, the longest tasks begin first.
     """

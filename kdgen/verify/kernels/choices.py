@@ -195,8 +195,9 @@ def _check_joined(harness: Harness, shape: Array, place: int, logits: Array, cou
 
 
 def part_candidates(logits: Array, count: int, size: int) -> tuple[Array, Array, Array]:
-    """Of float32 logits [M, V] in parts of ``size``: keys (uint32) and tokens [M, parts, count], best first, those that are not there 0
-    and 2^31 - 1; and [M, parts, 2], each part's maximum and its sum of exponentials above that."""
+    """The best candidates in each part of ``size`` float32 logits [M, V]: keys (uint32) and tokens [M, parts, count], best first. A part
+    with fewer has the key 0 and the token 2^31 - 1 for the rest. The third result [M, parts, 2] has each part's maximum, and its sum of
+    exponentials relative to that."""
     bits = (logits + np.float32(0)).view(np.uint32)
     keys = np.where(bits >> 31, ~bits, bits | np.uint32(0x80000000))
     parts = range(-(-logits.shape[1] // size))

@@ -151,7 +151,7 @@ class Harness:
         return self.size == "slice"
 
     def few(self, count: int, most: int = SLICE_TILES) -> int:
-        """``count``, of which a slice takes at most ``most``."""
+        """``count``, or where the kernel is sliced at most ``most``."""
         if not self.sliced or count <= most:
             return count
         self.was_cut = True

@@ -37,7 +37,7 @@ class Inboxes:
         self._rounds = np.full((count + SURPLUS_ROWS, blocks), _ROUND, np.int32)  # a block may look at its row's before it knows of rows
 
     def receive(self, parts: Array, mine: bool = False) -> Inboxes:
-        """``parts`` [ranks, count, width] is what each rank sends this one in the round that comes; this rank's too, if ``mine``."""
+        """``parts`` [ranks, count, width] is what each rank sends this one in the next round, this rank included if ``mine``."""
         others = [rank for rank in range(len(parts)) if mine or rank != RANK]
         self._before[RANK, self._turn, others, : self._count] = _words(parts[others], _ROUND + 1)
         return self

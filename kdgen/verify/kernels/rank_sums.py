@@ -201,7 +201,7 @@ def _same_apart(harness: Harness, found: dict[str, Array], parts: Array, residua
 
 @for_template(CHECKS, ["peer_argmax.cu.j2"])
 def check_peer_argmax(harness: Harness) -> None:
-    """Ties in a rank's part and between ranks, and rows of NaNs, of which this rank or every rank has some."""
+    """Ties in a rank's part and between ranks, and rows in which this rank or every rank has NaNs."""
     p, most, each = harness.p, max(harness.tokens), harness.p.part.vocab
     logits = harness.rng.integers(0, 3, (p.ranks, most, each)).astype(np.float32)  # many ties
     logits[0, 0], logits[1:, 0] = -0.0, 0.0
