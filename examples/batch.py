@@ -5,9 +5,10 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.files.resources import demo_dir
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits
-from kdgen.runtime.batch import Request, decode_together
+from kdgen.runtime.batch import decode_together
 from kdgen.runtime.model import open_model
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.sampling import Sampling
 from kdgen.text.tokenizer import decode, load_tokenizer
 

@@ -5,6 +5,7 @@ from kdgen.files.resources import demo_dir
 from kdgen.runtime.decode import Decoder, same_rows
 from kdgen.runtime.model import open_model, with_drafter
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.text.tokenizer import load_tokenizer
 
 model = with_drafter(open_model(demo_dir() / "model-int4"), demo_dir() / "drafter")
@@ -12,9 +13,9 @@ prompt = load_tokenizer(model.text).encode("def factorial(n):\n    if n", begin=
 engine = open_engine(model, context=256).engine
 decoder = Decoder(engine)  # the fastest way to decode: whole rounds on the device where the drafter is there
 
-trees = decoder.decode(prompt, 40, DFlashDrafter(block_size=16), budget=15, block_size=16)
+trees = decoder.decode(Request(prompt, 40, drafter=DFlashDrafter(block_size=16), budget=15, block_size=16))
 rows_of_trees = engine.cache_rows()
-plain = decoder.decode(prompt, 40, drafter=None, budget=0)
+plain = decoder.decode(Request(prompt, 40))
 
 print(f"draft trees: {trees.target_forwards} forwards, {trees.tokens_per_forward:.2f} tokens each")
 print(f"plain: {plain.target_forwards} forwards")

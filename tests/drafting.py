@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.plan.build import build_plan
 from kdgen.plan.derive import OpProgram, derive
 from kdgen.plan.draft_step import Drafter
@@ -76,7 +76,7 @@ class FedDrafter:
         engine = self.engine
         engine._write("root_token", np.array([root], np.int32))
         engine._write_step([0])
-        engine._write_proposals([Draft(0, BlockDraft(block_size - 1, block_size), 1)])
+        engine._write_proposals([Draft(0, DeviceDraftRequest(block_size - 1, block_size), 1)])
         hidden = engine.read("hidden")[:block_size].astype(np.float32)
         return hidden, engine.read("draft_logits")[0, 1:block_size].astype(np.float32)
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from kdgen.demo.prompts import read_prompts
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.reference.tree import build_tree, ranked_rows
 from kdgen.runtime.decode import decode_plain, prefill
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_model, with_drafter
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from tests.budget_traces import NODES, RECORDED_WIDTH, Position, Trace, save
 
 
@@ -22,12 +23,12 @@ def record(engine: Engine, prompt: tuple[int, ...], new_tokens: int) -> Trace:
     draft = engine.spec.draft
     assert draft is not None
     depths = draft.block_size - 1
-    tokens = decode_plain(engine, prompt, new_tokens).tokens
+    tokens = decode_plain(engine, Request(prompt, new_tokens)).tokens
     prefill(engine, prompt)
     found = []
     for place in range(len(tokens) - depths - 1):
         length = len(prompt) + place
-        engine.verify(BlockDraft(depths, draft.block_size), 1)
+        engine.verify(DeviceDraftRequest(depths, draft.block_size), 1)
         logits = engine.read("draft_logits").reshape(-1, engine.spec.vocab_size)[1 : depths + 1]
         candidates, log_probs = ranked_rows(logits, RECORDED_WIDTH)
         tree = build_tree(candidates, log_probs, NODES)

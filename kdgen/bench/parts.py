@@ -16,7 +16,7 @@ from kdgen.bench.humming import Humming
 from kdgen.bench.peers import Torch
 from kdgen.bench.timing import Contender, median, medians
 from kdgen.codegen.source import Source
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
@@ -125,7 +125,7 @@ def round_times(engine: Engine, context: int) -> tuple[RoundTime, ...]:
     draft = engine.spec.draft
     if draft is None:
         return ()
-    block = BlockDraft(draft.block_size - 1, draft.block_size)
+    block = DeviceDraftRequest(draft.block_size - 1, draft.block_size)
     engine.fill(context)
     rounds = Rounds(engine, block, budgets_for(block))
     rounds.begin(context)

@@ -35,7 +35,7 @@ from kdgen.bench.parts import (
 from kdgen.bench.peers import Torch, open_torch
 from kdgen.bench.timing import median
 from kdgen.codegen.source import Source
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.cache_layout import TILE
@@ -203,7 +203,7 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
     """One block of the drafter, up to its candidates."""
     rows = draft.block_size
     engine.fill(context)
-    engine.verify(BlockDraft(rows - 1, rows), MAX_NODES - 1)
+    engine.verify(DeviceDraftRequest(rows - 1, rows), MAX_NODES - 1)
     engine.fill(context)
     work = engine.work("draft", rows, context + rows)
     seconds = median(backend, work)

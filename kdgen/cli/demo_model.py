@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 from rich.text import Text
@@ -24,6 +24,7 @@ from kdgen.plan.ir import Compute
 from kdgen.runtime.decode import Decoded, decode_plain, decode_tree, same_rows
 from kdgen.runtime.model import open_model, with_drafter
 from kdgen.runtime.pipeline import context_for, open_engine
+from kdgen.runtime.request import Request
 from kdgen.text.tokenizer import Tokenizer, load_tokenizer
 
 #: One after another; both are seen on dark and on light ground.
@@ -130,16 +131,17 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
                 trees.append(last_tree(engine))
             live(tokens)
 
-        rest = (given.budget, given.block_size, spec.eos_token_id)
+        request = Request(prompt.tokens, given.max_new_tokens, spec.eos_token_id)
+        drafted = replace(request, drafter=DFlashDrafter(given.block_size), budget=given.budget, block_size=given.block_size)
         try:
-            tree = decode_tree(engine, prompt.tokens, given.max_new_tokens, DFlashDrafter(given.block_size), *rest, emit=emit)
+            tree = decode_tree(engine, drafted, emit=emit)
         finally:
             if live.steps:
                 live.finish()
     rows = engine.cache_rows()
     with status() as say:
         say("the same again plainly, one token a forward")
-        plain = decode_plain(engine, prompt.tokens, given.max_new_tokens, spec.eos_token_id)
+        plain = decode_plain(engine, Request(prompt.tokens, given.max_new_tokens, stop=spec.eos_token_id))
     same_bits = same_rows(engine.cache_rows(), rows)
     counts = Counter(tree.acceptance_lengths)
     report = Demo(

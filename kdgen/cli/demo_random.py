@@ -19,6 +19,7 @@ from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import Decoded, decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import context_for, start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec, load_spec
 from kdgen.weights.random import random_weights
 
@@ -73,13 +74,13 @@ def _demo(
     engine = _engine(spec, dtype, backend, seed, max_new_tokens)
     prompt = tuple(int(t) for t in np.random.default_rng(seed).integers(0, spec.vocab_size, PROMPT_TOKENS))
     say("decoding plainly")
-    plain = decode_plain(engine, prompt, max_new_tokens)
+    plain = decode_plain(engine, Request(prompt, max_new_tokens))
     cache = engine.cache_rows().tobytes()
     committed = engine.length()
     rows, trees = [_row("plain", plain, True)], []
     for label, drafter in _drafters(spec, (*prompt, *plain.tokens), draft, error_rate, seed):
         say(f"decoding with draft trees: {label}")
-        tree = decode_tree(engine, prompt, max_new_tokens, drafter, budget, block_size)
+        tree = decode_tree(engine, Request(prompt, max_new_tokens, drafter=drafter, budget=budget, block_size=block_size))
         same_cache = engine.length() == committed and engine.cache_rows().tobytes() == cache
         trees.append(tree)
         rows.append(_row(f"tree, {label}", tree, tree.tokens == plain.tokens and same_cache))

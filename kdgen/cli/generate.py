@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,7 @@ from kdgen.runtime.decode import Decoded, Decoder, decode_plain, same_rows
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_model, random_model, with_drafter
 from kdgen.runtime.pipeline import Opened, check_plan, context_for, open_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.text.tokenizer import load_tokenizer
@@ -355,17 +356,18 @@ def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]
 def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
     """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too."""
     name = engine.spec.name
+    request = Request(run.prompt, run.max_new_tokens, run.stop, run.sampling, run.chunk or 0)
     plain = None
     if check or run.draft in ("replay", "adversarial"):
         say(f"{name}: decoding plainly first")
-        chunk = 1 if run.draft == "none" else run.chunk
-        plain = decode_plain(engine, run.prompt, run.max_new_tokens, run.stop, chunk, run.sampling)
+        plain = decode_plain(engine, replace(request, chunk=1) if run.draft == "none" else request)
     rows = engine.cache_rows() if check else None
     say(f"{name}: reading the prompt")
     live.begin()
     drafter = _drafter(run, engine.spec, plain.tokens if plain else ()) if run.draft != "none" else None
-    tree = (drafter, run.budget, run.block_size)
-    decoded = Decoder(engine).decode(run.prompt, run.max_new_tokens, *tree, run.stop, run.chunk, run.sampling, live)
+    budget = 0 if run.budget == "auto" else run.budget
+    request = replace(request, drafter=drafter, budget=budget, block_size=run.block_size)
+    decoded = Decoder(engine).decode(request, run.budget == "auto", live)
     if plain is None or rows is None:
         return decoded, None
     return decoded, decoded.tokens == plain.tokens and same_rows(rows, engine.cache_rows())

@@ -23,6 +23,7 @@ from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_model, with_drafter
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.drafter import no_drafter
 
 BUDGETS = (7, 15, 31, 63)
@@ -56,14 +57,14 @@ def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int)
     if draft is None:
         raise no_drafter(engine.spec.name)
     block, stop = draft.block_size, engine.spec.eos_token_id
-    plain = [decode_plain(engine, prompt, new_tokens, stop).tokens for prompt in prompts]
+    plain = [decode_plain(engine, Request(prompt, new_tokens, stop=stop)).tokens for prompt in prompts]
     for method, drafter, budget in (
         ("chain", DFlashDrafter(block, chain=True), block - 1),
         *((f"tree of {budget}", DFlashDrafter(block), budget) for budget in BUDGETS),
     ):
         histogram, tokens = [0] * block, 0
         for prompt, expected in zip(prompts, plain, strict=True):
-            decoded = decode_tree(engine, prompt, new_tokens, drafter, budget, block, stop)
+            decoded = decode_tree(engine, Request(prompt, new_tokens, stop=stop, drafter=drafter, budget=budget, block_size=block))
             if decoded.tokens != expected:
                 raise KdgenError(f"{method}: drafts changed the tokens after a prompt that begins {prompt[:8]}")
             tokens += len(decoded.tokens)

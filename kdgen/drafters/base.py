@@ -3,6 +3,7 @@ where the drafter runs on the device."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +46,7 @@ class DraftLogits:
 
 
 @dataclass(frozen=True)
-class BlockDraft:
+class DeviceDraftRequest:
     """The model's own drafter proposes, on the device: ``depths`` depths, from one pass over a block of ``block_size`` rows.
 
     ``width`` bounds the candidates of a depth; 0 leaves them to the tree's budget, and 1 makes the tree a chain.
@@ -56,7 +57,7 @@ class BlockDraft:
     width: int = 0
 
 
-Proposal = Candidates | DraftLogits | BlockDraft
+Proposal = Candidates | DraftLogits | DeviceDraftRequest
 
 
 class Drafter(Protocol):
@@ -66,6 +67,16 @@ class Drafter(Protocol):
 
     def propose(self, context: Sequence[int], depths: int) -> Proposal:
         """A proposal of at most ``depths`` depths; fewer, or none, when the drafter has nothing to say."""
+
+
+class DeviceDrafter(ABC):
+    """A drafter whose network runs on the device, in the target's own steps, so that the host need not wait for it."""
+
+    name: str
+
+    @abstractmethod
+    def propose(self, context: Sequence[int], depths: int) -> DeviceDraftRequest:
+        """What the device is to propose. It knows the context itself."""
 
 
 def nothing() -> Candidates:

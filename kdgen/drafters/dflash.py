@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDrafter, DeviceDraftRequest
 
 
-class DFlashDrafter:
+class DFlashDrafter(DeviceDrafter):
     """Asks the engine's drafter for a block of ``block_size`` rows, at most as many as it was trained for.
 
     With ``chain`` a draft is the most probable token of each depth, as the DFlash paper has it, and no tree.
@@ -18,5 +18,5 @@ class DFlashDrafter:
     def __init__(self, block_size: int, chain: bool = False) -> None:
         self.block_size, self.chain = block_size, chain
 
-    def propose(self, context: Sequence[int], depths: int) -> BlockDraft:
-        return BlockDraft(min(depths, self.block_size - 1), self.block_size, 1 if self.chain else 0)
+    def propose(self, context: Sequence[int], depths: int) -> DeviceDraftRequest:
+        return DeviceDraftRequest(min(depths, self.block_size - 1), self.block_size, 1 if self.chain else 0)

@@ -8,45 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from kdgen.drafters.base import Drafter, nothing
-from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_NODES, MAX_PATH, Plan
+from kdgen.plan.ir import Plan
 from kdgen.runtime.engine import Draft, Verified
+from kdgen.runtime.request import Output, Request
 from kdgen.spec.sampling import GREEDY, Sampling
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to decode: at most ``max_new_tokens`` after ``prompt``, or up to the first of ``stop``, which is kept.
-
-    ``chunk`` bounds the prompt tokens of a forward (0: as many as fit). Without a ``drafter`` a forward gives one token; with one,
-    draft trees of at most ``budget`` nodes and ``block_size`` - 1 depths.
-    Raises KdgenError for an empty prompt and values outside their ranges.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stop: frozenset[int] = frozenset()
-    sampling: Sampling = GREEDY
-    chunk: int = 0
-    drafter: Drafter | None = None
-    budget: int = 15
-    block_size: int = 8
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise KdgenError("the prompt is empty: give at least one token id")
-        if self.max_new_tokens < 1:
-            raise KdgenError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.chunk < 0:
-            raise KdgenError(f"a chunk has at least one token (0: as many as fit), not {self.chunk}")
-        if not 2 <= self.block_size <= MAX_PATH:
-            raise KdgenError(f"a block size lies between 2 and {MAX_PATH}, not at {self.block_size}")
-        if not 0 <= self.budget < MAX_NODES:
-            raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {self.budget}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +30,7 @@ class Finished:
     forwards: int
 
 
-class Target(Protocol):
+class BatchEngine(Protocol):
     """What a batch needs of an engine."""
 
     @property
@@ -82,36 +50,31 @@ class _Running:
     """A request that has a cache slab. It decodes once its whole prompt is ``prefilled``."""
 
     number: int
-    request: Request
-    limit: int
+    output: Output
     prefilled: int = 0
-    tokens: list[int] = field(default_factory=list)
     forwards: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.output.request
 
     @property
     def decodes(self) -> bool:
         return self.prefilled == len(self.request.prompt)
 
-    @property
-    def done(self) -> bool:
-        return len(self.tokens) >= self.limit or bool(self.request.stop.intersection(self.tokens))
-
     def draft(self, sequence: int) -> Draft:
-        """Its part of a verify step; no deeper than the tokens still wanted."""
-        depths = min(self.request.block_size - 1, self.limit - len(self.tokens) - 1)
-        if self.request.drafter is None or depths < 1:
-            return Draft(sequence, nothing(), 0)
-        return Draft(sequence, self.request.drafter.propose([*self.request.prompt, *self.tokens], depths), self.request.budget)
+        """Its part of a verify step."""
+        proposal = self.output.proposal()
+        return Draft(sequence, proposal, self.request.budget if proposal.depths else 0)
 
     def finish(self, sequence: int) -> Finished:
-        end = next((i + 1 for i, token in enumerate(self.tokens) if token in self.request.stop), len(self.tokens))
-        return Finished(self.number, sequence, tuple(self.tokens[:end]), self.forwards)
+        return Finished(self.number, sequence, tuple(self.output.tokens), self.forwards)
 
 
 class Batch:
     """Requests over the engine's ``limits.max_sequences`` cache slabs; those beyond them wait, first come, first served."""
 
-    def __init__(self, engine: Target) -> None:
+    def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}  # by sequence
@@ -119,11 +82,7 @@ class Batch:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its number. Raises KdgenError when its prompt fills the context."""
-        room = self._engine.plan.limits.max_context - len(request.prompt)
-        if room < 1:
-            context = self._engine.plan.limits.max_context
-            raise KdgenError(f"a prompt of {len(request.prompt)} tokens leaves no room in a context of {context}: raise --context")
-        self._waiting.append(_Running(self._count, request, min(request.max_new_tokens, room)))
+        self._waiting.append(_Running(self._count, Output(request, self._engine.plan.limits.max_context)))
         self._count += 1
         return self._count - 1
 
@@ -137,7 +96,7 @@ class Batch:
         decoding = [sequence for sequence, running in self._running.items() if running.decodes]
         self._prefill()
         self._decode(decoding)
-        done = [sequence for sequence, running in self._running.items() if running.decodes and running.done]
+        done = [sequence for sequence, running in self._running.items() if running.decodes and running.output.done]
         return tuple(self._running.pop(sequence).finish(sequence) for sequence in done)
 
     def run(self) -> Iterator[Finished]:
@@ -167,7 +126,7 @@ class Batch:
             running = self._running[sequence]
             running.prefilled += len(chunk)
             if running.decodes:
-                running.tokens.append(token)
+                running.output.add((token,))
 
     def _decode(self, sequences: Sequence[int]) -> None:
         running = [self._running[sequence] for sequence in sequences]
@@ -176,14 +135,14 @@ class Batch:
         if all(each.request.drafter is None for each in running):
             if running:
                 for each, token in zip(running, self._engine.decode_many(sequences), strict=True):
-                    each.tokens.append(token)
+                    each.output.add((token,))
             return
         drafts = [each.draft(sequence) for each, sequence in zip(running, sequences, strict=True)]
         for each, step in zip(running, self._engine.verify_many(drafts), strict=True):
-            each.tokens += [*step.accepted[1:], step.next_token]
+            each.output.add((*step.accepted[1:], step.next_token))
 
 
-def decode_together(engine: Target, requests: Iterable[Request]) -> tuple[Finished, ...]:
+def decode_together(engine: BatchEngine, requests: Iterable[Request]) -> tuple[Finished, ...]:
     """Every request's result, in the order given."""
     batch = Batch(engine)
     for request in requests:

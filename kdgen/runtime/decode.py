@@ -4,19 +4,20 @@ They give the same tokens, greedy or sampled."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.drafters.base import BlockDraft, Candidates, Drafter, DraftLogits, Proposal
-from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.errors import BackendError, KdgenError
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Plan
+from kdgen.drafters.base import Candidates, DeviceDrafter, DeviceDraftRequest, DraftLogits, Proposal
+from kdgen.errors import BackendError
+from kdgen.plan.ir import MAX_CANDIDATES, Plan
 from kdgen.runtime.budget import Budgets, FixedBudget, budget_for
 from kdgen.runtime.engine import Engine, Verified
+from kdgen.runtime.request import Emit, Output, Request, ignore, room_after
 from kdgen.runtime.rounds import Rounds, budgets_for, step_costs
 from kdgen.spec.sampling import GREEDY, Sampling
 
@@ -44,17 +45,8 @@ class Decoded:
         return (len(self.tokens) - 1) / self.target_forwards if self.target_forwards else 0.0
 
 
-#: Called with the new tokens of each step as they are decided, the first after the prompt; a loop ends with whatever it raises.
-Emit = Callable[[tuple[int, ...]], None]
-
-
 #: Makes what chooses each round's budget, when the prompt is there; called with the token after it.
 Choose = Callable[[int], Budgets]
-
-
-def through_stop(tokens: Sequence[int], stops: Container[int]) -> tuple[int, ...]:
-    """``tokens`` up to the first of ``stops``, which is kept: a tree may go on behind it."""
-    return tuple(tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))])
 
 
 def same_rows(plain: NDArray[np.generic], drafted: NDArray[np.generic]) -> bool:
@@ -63,11 +55,7 @@ def same_rows(plain: NDArray[np.generic], drafted: NDArray[np.generic]) -> bool:
     return plain.tobytes() == drafted[:, : plain.shape[1]].tobytes()
 
 
-def _ignore(tokens: tuple[int, ...]) -> None:
-    """Emits nothing."""
-
-
-class Target(Protocol):
+class DecodingEngine(Protocol):
     """What the loops need of an engine."""
 
     @property
@@ -82,16 +70,13 @@ class Target(Protocol):
     def verify(self, proposal: Proposal, budget: int) -> Verified: ...
 
 
-def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None, sampling: Sampling = GREEDY) -> int:
-    """Reset, commit ``prompt`` in chunks and return the first new token.
+def prefill(engine: DecodingEngine, prompt: Sequence[int], chunk: int = 0, sampling: Sampling = GREEDY) -> int:
+    """Reset, commit ``prompt`` in chunks of at most ``chunk`` tokens (0: as many as fit) and return the first new token.
 
     Raises KdgenError for an empty prompt or one that fills the context.
     """
     limits = engine.plan.limits
-    if not prompt:
-        raise KdgenError("the prompt is empty: give at least one token id")
-    if len(prompt) >= limits.max_context:
-        raise KdgenError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {limits.max_context}: raise --context")
+    room_after(prompt, limits.max_context)
     chunk = min(chunk or limits.max_tokens, limits.max_tokens)
     engine.reset(sampling=sampling)
     token = -1
@@ -100,78 +85,125 @@ def prefill(engine: Target, prompt: Sequence[int], chunk: int | None = None, sam
     return token
 
 
-def decode_plain(
-    engine: Target,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stop: Iterable[int] = (),
-    chunk: int | None = None,
-    sampling: Sampling = GREEDY,
-    emit: Emit = _ignore,
-) -> Decoded:
-    """Decode ``max_new_tokens`` tokens after ``prompt`` (token ids), or up to the first of ``stop``, which is kept; one token a forward.
+class _Steps(ABC):
+    """A way of decoding, step by step. ``lengths`` and ``budgets`` are those of ``Decoded``; ``forwards`` counts steps."""
 
-    The engine starts anew with sequence 0. ``chunk`` bounds the prompt tokens of a forward; ``emit`` is called with each step's tokens.
-    Raises KdgenError for an empty prompt, one that fills the context, or no tokens asked for.
-    """
-    stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.lengths: list[int] = []
+        self.budgets: list[int] = []
+
+    def begin(self, output: Output) -> None:  # noqa: B027
+        """Get ready once the first token is known and is not the only one."""
+
+    @abstractmethod
+    def step(self, output: Output) -> Sequence[int]:
+        """The tokens of the next step, those that nobody wants among them."""
+
+    def end(self, output: Output) -> None:  # noqa: B027
+        """Leave the engine as plain decoding of ``output`` would."""
+
+
+def _decode(engine: DecodingEngine, request: Request, steps: _Steps, emit: Emit) -> Decoded:
+    """The loop of every way of decoding: the prompt, then steps until the output is done."""
+    output = Output(request, engine.plan.limits.max_context, emit)
     began = time.perf_counter()
-    tokens = [prefill(engine, prompt, chunk, sampling)]
+    root = prefill(engine, request.prompt, request.chunk, request.sampling)
     ready = time.perf_counter()
-    emit((tokens[0],))
-    forwards = 0
-    while len(tokens) < limit and tokens[-1] not in stops:
-        tokens.append(engine.decode())
-        emit((tokens[-1],))
-        forwards += 1
-    return Decoded(tuple(tokens), (), forwards, ready - began, time.perf_counter() - ready)
-
-
-def decode_tree(
-    engine: Target,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    drafter: Drafter,
-    budget: int | Choose,
-    block_size: int = 8,
-    stop: Iterable[int] = (),
-    chunk: int | None = None,
-    sampling: Sampling = GREEDY,
-    emit: Emit = _ignore,
-) -> Decoded:
-    """A draft tree of at most ``budget`` nodes a forward, at most ``block_size`` - 1 deep (DDTree, arXiv 2604.12989).
-
-    The drafter may be anywhere, so the host goes from step to step. Raises KdgenError for a block size outside 2 … 16 or a budget
-    outside 0 … 63.
-    """
-    if not 2 <= block_size <= MAX_PATH:
-        raise KdgenError(f"a block size lies between 2 and {MAX_PATH}, not at {block_size}")
-    if isinstance(budget, int) and not 0 <= budget < MAX_NODES:
-        raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {budget}")
-    stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
-    began = time.perf_counter()
-    tokens = [prefill(engine, prompt, chunk, sampling)]
-    ready = time.perf_counter()
-    emit((tokens[0],))
+    output.add((root,))
+    if output.done:
+        return Decoded((root,), (), 0, ready - began, 0.0)
     preparing = time.perf_counter()
-    chooser = FixedBudget(budget) if isinstance(budget, int) else budget(tokens[0])
+    steps.begin(output)
     prepared = time.perf_counter()
-    lengths: list[int] = []
-    budgets: list[int] = []
-    while len(tokens) < limit and tokens[-1] not in stops:
-        # a deeper tree than the tokens still wanted would be cut away again
-        depths = min(block_size - 1, limit - len(tokens) - 1)
-        proposal = drafter.propose([*prompt, *tokens], depths)
-        budgets.append(chooser.choose() if proposal.depths else 0)
-        step = engine.verify(proposal, budgets[-1])
-        if proposal.depths:  # a drafter with nothing to say shows nothing
-            chooser.observe(budgets[-1], [row - step.rows[0] for row in step.rows], _log_probs(proposal))
-        lengths.append(len(step.accepted))
-        new = through_stop((*step.accepted[1:], step.next_token), stops)
-        tokens += new
-        emit(new)
+    try:
+        while not output.done:
+            output.add(steps.step(output))
+            steps.forwards += 1
+    except BackendError:
+        raise  # a device that failed cannot be put right
+    except BaseException:
+        steps.end(output)
+        raise
     seconds = time.perf_counter() - prepared
-    return Decoded(tuple(tokens), tuple(lengths), len(lengths), ready - began, seconds, prepared - preparing, tuple(budgets))
+    steps.end(output)
+    lengths, budgets = tuple(steps.lengths), tuple(steps.budgets)
+    return Decoded(tuple(output.tokens), lengths, steps.forwards, ready - began, seconds, prepared - preparing, budgets)
+
+
+class _Plain(_Steps):
+    """One token a forward."""
+
+    def __init__(self, engine: DecodingEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def step(self, output: Output) -> Sequence[int]:
+        return (self._engine.decode(),)
+
+
+class _Trees(_Steps):
+    """A draft tree a forward. The drafter may be anywhere, so the host goes from step to step."""
+
+    def __init__(self, engine: DecodingEngine, choose: Choose) -> None:
+        super().__init__()
+        self._engine, self._choose = engine, choose
+
+    def begin(self, output: Output) -> None:
+        self._chooser = self._choose(output.tokens[0])
+
+    def step(self, output: Output) -> Sequence[int]:
+        proposal = output.proposal()
+        budget = self._chooser.choose() if proposal.depths else 0
+        step = self._engine.verify(proposal, budget)
+        if proposal.depths:  # a drafter with nothing to say shows nothing
+            self._chooser.observe(budget, [row - step.rows[0] for row in step.rows], _log_probs(proposal))
+        self.lengths.append(len(step.accepted))
+        self.budgets.append(budget)
+        return (*step.accepted[1:], step.next_token)
+
+
+class _Rounds(_Steps):
+    """Rounds, of which ``ahead`` are started before the results of the last are read."""
+
+    def __init__(self, rounds: Rounds, choose: Choose, ahead: int) -> None:
+        super().__init__()
+        self._rounds, self._choose, self._ahead = rounds, choose, ahead
+
+    def begin(self, output: Output) -> None:
+        self._rounds.begin(output.length)
+        self._chooser = self._choose(output.tokens[0])
+
+    def step(self, output: Output) -> Sequence[int]:
+        rounds = self._rounds
+        while rounds.running <= self._ahead and rounds.may_start and (not rounds.running or rounds.running < output.room):
+            rounds.start(self._chooser.choose())
+        done = rounds.finish()
+        self._chooser.observe(done.budget, done.nodes, done.log_probs)
+        if any(rounds.budgets):
+            self.lengths.append(min(len(done.tokens), output.room))
+            self.budgets.append(done.budget)
+        return done.tokens
+
+    def end(self, output: Output) -> None:
+        self._rounds.end(output.length, output.tokens[-1])
+
+
+def decode_plain(engine: DecodingEngine, request: Request, emit: Emit = ignore) -> Decoded:
+    """Decode ``request`` with one token a forward, whatever drafter it names.
+
+    The engine starts anew with sequence 0; ``emit`` is called with each step's tokens. Raises KdgenError for a prompt that fills the
+    context.
+    """
+    return _decode(engine, request, _Plain(engine), emit)
+
+
+def decode_tree(engine: DecodingEngine, request: Request, choose: Choose | None = None, emit: Emit = ignore) -> Decoded:
+    """Decode ``request`` with a draft tree a forward, of the request's budget or of what ``choose`` says.
+
+    The engine starts anew with sequence 0. Raises KdgenError for a prompt that fills the context.
+    """
+    return _decode(engine, request, _Trees(engine, choose or (lambda root: FixedBudget(request.budget))), emit)
 
 
 def _log_probs(proposal: Proposal) -> NDArray[np.float32] | None:
@@ -181,58 +213,14 @@ def _log_probs(proposal: Proposal) -> NDArray[np.float32] | None:
     return proposal.log_probs(MAX_CANDIDATES) if isinstance(proposal, DraftLogits) else None
 
 
-def decode_rounds(
-    rounds: Rounds,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    choose: Choose,
-    stop: Iterable[int] = (),
-    chunk: int | None = None,
-    sampling: Sampling = GREEDY,
-    emit: Emit = _ignore,
-    ahead: int | None = None,
-) -> Decoded:
-    """Rounds with the drafter on the device, or plain ones, of which ``ahead`` (None: as many as the backend gains from) are started
-    before the results of the last are read.
+def decode_rounds(rounds: Rounds, request: Request, choose: Choose, emit: Emit = ignore, ahead: int | None = None) -> Decoded:
+    """Decode ``request`` by rounds with the drafter on the device, or plain ones, of which ``ahead`` (None: as many as the backend gains
+    from) are started before the results of the last are read.
 
     Rounds started behind the last token leave no trace: the engine ends as plain decoding does, and they are not counted.
     """
-    engine = rounds.engine
-    stops, limit = frozenset(stop), _limit(engine, prompt, max_new_tokens)
-    ahead = engine.backend.rounds_ahead if ahead is None else ahead
-    began = time.perf_counter()
-    tokens = [prefill(engine, prompt, chunk, sampling)]
-    ready = time.perf_counter()
-    emit((tokens[0],))
-    if limit == 1 or tokens[0] in stops:
-        return Decoded(tuple(tokens), (), 0, ready - began, 0.0)
-    preparing = time.perf_counter()
-    rounds.begin(len(prompt))
-    chooser = choose(tokens[0])
-    prepared = time.perf_counter()
-    lengths: list[int] = []
-    budgets: list[int] = []
-    try:
-        while len(tokens) < limit and tokens[-1] not in stops:
-            while rounds.running <= ahead and rounds.may_start and (not rounds.running or len(tokens) + rounds.running < limit):
-                rounds.start(chooser.choose())
-            done = rounds.finish()
-            chooser.observe(done.budget, done.nodes, done.log_probs)
-            new = done.tokens[: limit - len(tokens)]
-            lengths.append(len(new))
-            budgets.append(done.budget)
-            new = through_stop(new, stops)
-            tokens += new
-            emit(new)
-    except BackendError:
-        raise  # of a device that failed nothing can be put right
-    except BaseException:
-        rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
-        raise
-    seconds = time.perf_counter() - prepared
-    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])
-    trees = (tuple(lengths), tuple(budgets)) if any(rounds.budgets) else ((), ())
-    return Decoded(tuple(tokens), trees[0], len(lengths), ready - began, seconds, prepared - preparing, trees[1])
+    backend = rounds.engine.backend
+    return _decode(rounds.engine, request, _Rounds(rounds, choose, backend.rounds_ahead if ahead is None else ahead), emit)
 
 
 class Decoder:
@@ -240,45 +228,29 @@ class Decoder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._rounds: dict[tuple[BlockDraft | None, tuple[int, ...]], Rounds] = {}
+        self._rounds: dict[tuple[DeviceDraftRequest | None, tuple[int, ...]], Rounds] = {}
         self._step_costs: dict[int, float] = {}
 
-    def decode(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        drafter: Drafter | None,
-        budget: int | Literal["auto"],
-        block_size: int = 8,
-        stop: Iterable[int] = (),
-        chunk: int | None = None,
-        sampling: Sampling = GREEDY,
-        emit: Emit = _ignore,
-    ) -> Decoded:
-        """Rounds where nothing is drafted or the drafter is on the device, steps where the host drafts; ``auto`` measures what pays."""
-        engine, auto = self._engine, budget == "auto"
-        if drafter is not None and not isinstance(drafter, DFlashDrafter):
-            steps = self._choose_steps if budget == "auto" else budget
-            return decode_tree(engine, prompt, max_new_tokens, drafter, steps, block_size, stop, chunk, sampling, emit)
-        block = drafter.propose(prompt, block_size - 1) if drafter else None
-        kind = (block, budgets_for(block) if budget == "auto" else (budget if block else 0,))
+    def decode(self, request: Request, auto_budget: bool = False, emit: Emit = ignore) -> Decoded:
+        """Rounds where nothing is drafted or the drafter is on the device, steps where the host drafts.
+
+        With ``auto_budget`` each step's budget is what was measured to pay, instead of the request's.
+        """
+        engine, drafter = self._engine, request.drafter
+        if drafter is not None and not isinstance(drafter, DeviceDrafter):
+            return decode_tree(engine, request, self._choose_steps if auto_budget else None, emit)
+        block = drafter.propose(request.prompt, request.block_size - 1) if drafter else None
+        kind = (block, budgets_for(block) if auto_budget else (request.budget if block else 0,))
         if kind not in self._rounds:
             self._rounds[kind] = Rounds(engine, *kind)
         rounds = self._rounds[kind]
 
         def choose(root: int) -> Budgets:
-            return budget_for(rounds.costs(root)) if auto and block else FixedBudget(rounds.budgets[0])
+            return budget_for(rounds.costs(root)) if auto_budget and block else FixedBudget(rounds.budgets[0])
 
-        return decode_rounds(rounds, prompt, max_new_tokens, choose, stop, chunk, sampling, emit)
+        return decode_rounds(rounds, request, choose, emit)
 
     def _choose_steps(self, root: int) -> Budgets:
         if not self._step_costs:
             self._step_costs = step_costs(self._engine, root)
         return budget_for(self._step_costs)
-
-
-def _limit(engine: Target, prompt: Sequence[int], max_new_tokens: int) -> int:
-    """New tokens that fit: prompt and output together fill the context at most."""
-    if max_new_tokens < 1:
-        raise KdgenError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    return min(max_new_tokens, engine.plan.limits.max_context - len(prompt))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
-from kdgen.drafters.base import BlockDraft, DraftLogits, Proposal
+from kdgen.drafters.base import DeviceDraftRequest, DraftLogits, Proposal
 from kdgen.errors import KdgenError, LogitsError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
@@ -317,7 +317,7 @@ class Engine:
             self._need_room(draft.sequence, depths + 1)
             width, first = min(draft.budget, self.spec.vocab_size, MAX_CANDIDATES), place * MAX_PATH
             begins[place + 1] = begins[place]
-            if isinstance(proposal, BlockDraft):
+            if isinstance(proposal, DeviceDraftRequest):
                 width = min(width, proposal.width) if proposal.width else width
                 first = int(begins[place]) + 1  # behind the root's row
                 begins[place + 1] += self.block_rows(proposal) if depths else 0
@@ -335,7 +335,7 @@ class Engine:
         sequences = [draft.sequence for draft in drafts]
         if rows := self._write_shape(shape, drafts, DraftLogits):
             self._run("draft_top_k", rows, sequences)
-        if self._write_shape(shape, drafts, BlockDraft):
+        if self._write_shape(shape, drafts, DeviceDraftRequest):
             self._write("draft_begin", begins)
             self._run("draft", int(begins[-1]), sequences)
         self._write("draft_shape", shape)
@@ -348,7 +348,7 @@ class Engine:
             self._write("draft_shape", np.where(chosen[:, None], shape, 0).astype(np.int32))
         return most
 
-    def block_rows(self, proposal: BlockDraft) -> int:
+    def block_rows(self, proposal: DeviceDraftRequest) -> int:
         """Rows of a draft block. Raises KdgenError where there is no drafter, or it does not fill such blocks."""
         if self.spec.draft is None:
             raise no_drafter(self.spec.name)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray, Replay
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.synthetic import wide_candidates
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES
@@ -40,7 +40,7 @@ class Round:
     log_probs: NDArray[np.float32] | None
 
 
-def budgets_for(block: BlockDraft | None) -> tuple[int, ...]:
+def budgets_for(block: DeviceDraftRequest | None) -> tuple[int, ...]:
     """The budgets worth choosing from: none but 0 without a drafter on the device, and no more nodes than a chain has."""
     most = 0 if block is None else block.depths if block.width == 1 else BUDGETS[-1]
     return tuple(sorted({min(budget, most) for budget in BUDGETS}))
@@ -71,7 +71,7 @@ class Rounds:
     budgets outside 0 … 63, or above 0 where there is no block, or for a block that the drafter does not fill.
     """
 
-    def __init__(self, engine: Engine, block: BlockDraft | None, budgets: Sequence[int]) -> None:
+    def __init__(self, engine: Engine, block: DeviceDraftRequest | None, budgets: Sequence[int]) -> None:
         if not budgets or not all(0 <= budget < MAX_NODES for budget in budgets):
             raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {', '.join(map(str, budgets)) or 'none'}")
         self.engine, self.budgets = engine, tuple(sorted(set(budgets)))

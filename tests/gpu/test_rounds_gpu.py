@@ -10,12 +10,13 @@ import pytest
 
 from kdgen.backends.base import Backend, Pointer
 from kdgen.codegen.source import Source
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.budget import AutoBudget, Budgets, FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import Sampling
@@ -25,7 +26,7 @@ from kdgen.weights.random import random_weights
 pytestmark = pytest.mark.gpu
 
 SPEC = load_spec("tiny-dflash")
-BLOCK = BlockDraft(7, 8)
+BLOCK = DeviceDraftRequest(7, 8)
 PROMPT = list(range(3, 40))
 BUDGETS = (0, 7, 15, 31, 63)
 SPIN = Source(
@@ -54,7 +55,7 @@ def rounds_of(backend: Backend, compute: Compute = "bf16", context: int = 400) -
 def test_tokens_and_cache_bits_of_plain_decoding(cuda_backend: Backend, compute: Compute, sampling: Sampling) -> None:
     rounds = rounds_of(cuda_backend, compute)
     engine = rounds.engine
-    plain = decode_plain(engine, PROMPT, 200, sampling=sampling)
+    plain = decode_plain(engine, Request(PROMPT, 200, sampling=sampling))
     rows = np.ascontiguousarray(engine.cache_rows())
 
     def auto(root: int) -> Budgets:
@@ -62,19 +63,19 @@ def test_tokens_and_cache_bits_of_plain_decoding(cuda_backend: Backend, compute:
 
     choosers = [lambda _, budget=budget: FixedBudget(budget) for budget in BUDGETS]
     for chooser in (*choosers, auto):
-        got = decode_rounds(rounds, PROMPT, 200, chooser, sampling=sampling)
+        got = decode_rounds(rounds, Request(PROMPT, 200, sampling=sampling), chooser)
         assert got.tokens == plain.tokens
         assert engine.length() == rows.shape[1] and differing_bits(np.ascontiguousarray(engine.cache_rows()), rows) == 0
     stop = plain.tokens[50]
     expected = plain.tokens[: plain.tokens.index(stop) + 1]
-    assert decode_rounds(rounds, PROMPT, 200, choosers[2], (stop,), sampling=sampling).tokens == expected
+    assert decode_rounds(rounds, Request(PROMPT, 200, stop=(stop,), sampling=sampling), choosers[2]).tokens == expected
     assert engine.length() == len(PROMPT) + len(expected) - 1
 
 
 def test_up_to_the_end_of_the_context(cuda_backend: Backend) -> None:
     rounds = rounds_of(cuda_backend, context=len(PROMPT) + 40)
-    plain = decode_plain(rounds.engine, PROMPT, 100)
-    assert decode_rounds(rounds, PROMPT, 100, lambda _: FixedBudget(63)).tokens == plain.tokens
+    plain = decode_plain(rounds.engine, Request(PROMPT, 100))
+    assert decode_rounds(rounds, Request(PROMPT, 100), lambda _: FixedBudget(63)).tokens == plain.tokens
 
 
 def test_starting_rounds_waits_for_nothing(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,5 +108,5 @@ def test_starting_rounds_waits_for_nothing(cuda_backend: Backend, monkeypatch: p
 
         monkeypatch.setattr(cuda_backend, name, watched)
     decoding: list[int] = []
-    decode_rounds(rounds, PROMPT, 100, lambda _: FixedBudget(15), emit=lambda _: decoding.append(len(waits)))
+    decode_rounds(rounds, Request(PROMPT, 100), lambda _: FixedBudget(15), emit=lambda _: decoding.append(len(waits)))
     assert len(decoding) > 3 and len(set(decoding[2:])) == 1, "between rounds nothing is written, read or waited for but their results"

@@ -41,12 +41,13 @@ ROUNDS = [
         "rounds",
         "kdgen/runtime/decode.py",
         ("rounds of",),
-        ("a round gives more tokens than are wanted", "new = done.tokens[: limit - len(tokens)]", "new = done.tokens"),
-        (
-            "rounds end with the token before the last",
-            "    seconds = time.perf_counter() - prepared\n    rounds.end(len(prompt) + len(tokens) - 1, tokens[-1])",
-            "    seconds = time.perf_counter() - prepared\n    rounds.end(len(prompt) + len(tokens) - 1, tokens[-2])",
-        ),
+        ("rounds end with the token before the last", "output.length, output.tokens[-1])", "output.length, output.tokens[-2])"),
+    ),
+    *seen_by(
+        "rounds",
+        "kdgen/runtime/request.py",
+        ("rounds of",),
+        ("a round gives more tokens than are wanted", "stop)[: self.room]", "stop)"),
     ),
     *seen_by(
         "rounds",
@@ -190,14 +191,15 @@ ORDER = [
 WORSE = [
     *seen_by(
         "worse",
-        "kdgen/runtime/batch.py",
+        "kdgen/runtime/request.py",
         ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
         ("a drafter is shown no prompt", "propose([*self.request.prompt, *self.tokens], depths)", "propose(self.tokens, depths)"),
-        (
-            "a stop inside a tree is noticed late",
-            "bool(self.request.stop.intersection(self.tokens))",
-            "bool(self.request.stop.intersection(self.tokens[-1:]))",
-        ),
+        ("a stop is noticed a token late", "self._stopped or", "self.tokens[-2:-1] and self.tokens[-2] in self.request.stop or"),
+    ),
+    *seen_by(
+        "worse",
+        "kdgen/runtime/batch.py",
+        ("tiny f32, requests together", "tiny f32, decodes", "rounds of"),
         ("a prompt goes token by token", "min(running.request.chunk or room, room)", "min(running.request.chunk or 1, room)"),
     ),
     *seen_by(

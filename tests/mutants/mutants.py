@@ -1180,21 +1180,9 @@ HOST = [
     *_in(
         "kdgen/runtime/decode.py",
         (
-            "a tree deeper than what is left",
-            "depths = min(block_size - 1, limit - len(tokens) - 1)",
-            "depths = min(block_size - 1, limit - len(tokens))",
-            "decode",
-        ),
-        (
-            "tokens behind a stop are kept",
-            "through_stop((*step.accepted[1:], step.next_token), stops)",
-            "(*step.accepted[1:], step.next_token)",
-            "decode",
-        ),
-        (
             "the accepted root is given out again",
-            "(*step.accepted[1:], step.next_token), stops)",
-            "(*step.accepted, step.next_token), stops)",
+            "return (*step.accepted[1:], step.next_token)",
+            "return (*step.accepted, step.next_token)",
             "decode",
         ),
         (
@@ -1205,6 +1193,16 @@ HOST = [
         ),
     ),
     *_in(
+        "kdgen/runtime/request.py",
+        (
+            "a tree deeper than what is left",
+            "min(self.request.block_size - 1, self.room - 1)",
+            "min(self.request.block_size - 1, self.room)",
+            "decode",
+        ),
+        ("tokens behind a stop are kept", "new = through_stop(new, self.request.stop)[: self.room]", "new = new[: self.room]", "decode"),
+    ),
+    *_in(
         "kdgen/runtime/batch.py",
         (
             "a slab taken over with its last owner's sampling",
@@ -1212,7 +1210,6 @@ HOST = [
             "self._engine.reset(sequence)",
             "together",
         ),
-        ("tokens behind a stop are kept", "tuple(self.tokens[:end])", "tuple(self.tokens)", "together"),
         (
             "a draft for the wrong place",
             "draft(sequence) for each, sequence in zip(running, sequences, strict=True)",

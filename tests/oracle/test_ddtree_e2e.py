@@ -18,6 +18,7 @@ from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine, Verified
 from kdgen.runtime.model import open_model, with_drafter
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.oracles.drafters import Generation, GenerationCase, TreeRound, generation_cases
@@ -83,7 +84,9 @@ def generated(target: Watched, run: Generation, more: int = 0) -> tuple[int, ...
     """New tokens of ``run``, and ``more`` than it asks for, so that its last trees need not end with it."""
     target.rounds.clear()
     drafter = DFlashDrafter(run.block_size, run.chain)
-    return decode_tree(target, run.prompt, run.max_new_tokens + more, drafter, run.budget, run.block_size, run.stop).tokens
+    return decode_tree(
+        target, Request(run.prompt, run.max_new_tokens + more, stop=run.stop, drafter=drafter, budget=run.budget, block_size=run.block_size)
+    ).tokens
 
 
 def check_tokens(case: GenerationCase, run: Generation, backend: str) -> None:
@@ -125,10 +128,13 @@ def check_logits(case: GenerationCase, run: Generation, backend: str) -> None:
 def check_bits(case: GenerationCase, run: Generation, compute: Compute, backend: str, sampling: Sampling) -> None:
     """Tokens, logits and cache rows of plain decoding (L1 and L2; L5 where tokens are drawn)."""
     target = watched(case, compute, backend)
-    plain = decode_plain(target, run.prompt, run.max_new_tokens, sampling=sampling)
+    plain = decode_plain(target, Request(run.prompt, run.max_new_tokens, sampling=sampling))
     logits, rows = np.stack(target.logits), target.cache_rows()
     drafter = DFlashDrafter(run.block_size, run.chain)
-    tree = decode_tree(target, run.prompt, run.max_new_tokens, drafter, run.budget, run.block_size, sampling=sampling, chunk=7)
+    tree = decode_tree(
+        target,
+        Request(run.prompt, run.max_new_tokens, sampling=sampling, chunk=7, drafter=drafter, budget=run.budget, block_size=run.block_size),
+    )
     assert tree.tokens == plain.tokens
     assert differing_bits(np.stack(target.logits), logits) == 0, "logits"
     assert differing_bits(target.cache_rows(), rows) == 0, "cache rows"

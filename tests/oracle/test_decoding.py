@@ -18,6 +18,7 @@ from kdgen.plan.ir import Compute
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.model import open_model
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.oracles.models import ModelCase
 
@@ -40,7 +41,7 @@ class Plain:
 def decoded_plainly(case: ModelCase, compute: Compute, backend: str) -> Plain:
     context = len(case.prompt) + len(case.greedy)
     target = RecordingEngine(open_engine(open_model(case.folder), context, compute, backend).engine)
-    tokens = decode_plain(target, case.prompt.tolist(), len(case.greedy)).tokens
+    tokens = decode_plain(target, Request(case.prompt.tolist(), len(case.greedy))).tokens
     return Plain(target, tokens, np.stack(target.logits), target.cache_rows())
 
 
@@ -59,7 +60,7 @@ def check_drafts(case: ModelCase, compute: Compute, backend: str, error_rates: S
     drafters += [ReplayDrafter([*prompt, *plain.tokens], vocabulary, rate, seed=3) for rate in error_rates]
     for i, drafter in enumerate(drafters):
         budget, block_size = SHAPES[i % len(SHAPES)]
-        tree = decode_tree(plain.target, prompt, len(plain.tokens), drafter, budget, block_size)
+        tree = decode_tree(plain.target, Request(prompt, len(plain.tokens), drafter=drafter, budget=budget, block_size=block_size))
         assert tree.tokens == plain.tokens
         assert differing_bits(np.stack(plain.target.logits), plain.logits) == 0, "logits"
         assert differing_bits(plain.target.cache_rows(), plain.cache) == 0, "cache rows"

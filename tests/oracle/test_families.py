@@ -21,6 +21,7 @@ from kdgen.reference.model import ReferenceModel
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.model import open_model
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.published import reference_of
 from kdgen.weights.checkpoint import Checkpoint
@@ -77,7 +78,7 @@ def test_family(family: Any, tmp_path: Path, cpu_backend: Backend) -> None:
     model = open_model(tmp_path / "model")
     context = len(answer.prompt) + len(answer.tokens)
     target = RecordingEngine(open_engine(model, context, "f32", "cpu").engine)
-    plain = decode_plain(target, answer.prompt, len(answer.tokens))
+    plain = decode_plain(target, Request(answer.prompt, len(answer.tokens)))
     logits = np.stack(target.logits)
     assert list(plain.tokens) == answer.tokens
     assert np.abs(logits - answer.logits).max() <= RELATIVE_TOLERANCE * np.abs(answer.logits).max()
@@ -87,7 +88,7 @@ def test_family(family: Any, tmp_path: Path, cpu_backend: Backend) -> None:
 def check_drafts(target: RecordingEngine, answer: Any, logits: NDArray[np.float32]) -> None:
     vocabulary = target.engine.spec.vocab_size
     for drafter in (NgramDrafter(), *(ReplayDrafter([*answer.prompt, *answer.tokens], vocabulary, rate) for rate in (0.0, 0.3))):
-        tree = decode_tree(target, answer.prompt, len(answer.tokens), drafter, 15)
+        tree = decode_tree(target, Request(answer.prompt, len(answer.tokens), drafter=drafter, budget=15))
         assert list(tree.tokens) == answer.tokens
         assert differing_bits(np.stack(target.logits), logits) == 0
 

@@ -14,10 +14,11 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Limits, Plan
-from kdgen.runtime.batch import Batch, Request, decode_together
+from kdgen.runtime.batch import Batch, decode_together
 from kdgen.runtime.decode import decode_plain
 from kdgen.runtime.engine import Draft, Verified
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.weights.random import random_weights
@@ -123,6 +124,6 @@ def test_a_real_engine_gives_each_request_what_it_gives_it_alone(cpu_backend: Ba
     plan = build_plan(TINY, "f32", Limits(max_tokens=16, max_context=40, max_sequences=2))
     engine = start_engine(TINY, plan, cpu_backend, random_weights(TINY, 1).__getitem__)
     prompts = [np.random.default_rng(i).integers(0, TINY.vocab_size, 5 + i).tolist() for i in range(3)]
-    alone = [decode_plain(engine, prompt, 6, sampling=Sampling(1.0, seed=i)).tokens for i, prompt in enumerate(prompts)]
+    alone = [decode_plain(engine, Request(prompt, 6, sampling=Sampling(1.0, seed=i))).tokens for i, prompt in enumerate(prompts)]
     requests = [Request(tuple(prompt), 6, sampling=Sampling(1.0, seed=i), drafter=NgramDrafter()) for i, prompt in enumerate(prompts)]
     assert [each.tokens for each in decode_together(engine, requests)] == alone

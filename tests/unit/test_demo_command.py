@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kdgen.cli.tree_picture import Node, accepted, draw, guessed, readable
 from kdgen.demo.prompts import read_prompts
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.files.resources import demo_dir
+from kdgen.runtime.request import Request
 from kdgen.text.tokenizer import TextFiles, decode, load_tokenizer
 
 BYTES = load_tokenizer(TextFiles("demo", {"tokenizer.json": tokenizer_json().encode()}))
@@ -84,8 +86,8 @@ def test_held_out_prompts() -> None:
 def test_a_difference_is_a_finding(cpu_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = demo_model.decode_plain
 
-    def shorter(engine: Any, prompt: Any, most: int, stop: Any) -> Any:
-        return honest(engine, prompt, most - 1, stop)
+    def shorter(engine: Any, request: Request) -> Any:
+        return honest(engine, replace(request, max_new_tokens=request.max_new_tokens - 1))
 
     monkeypatch.setattr(demo_model, "decode_plain", shorter)
     result = demo("--backend", "cpu", "--max-new-tokens", "20", "--prompt", "import os\n")

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.drafters.base import BlockDraft, Candidates, DraftLogits
+from kdgen.drafters.base import Candidates, DeviceDraftRequest, DraftLogits
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.errors import KdgenError, WeightError
 from kdgen.plan.build import build_plan
@@ -18,6 +18,7 @@ from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.recording import differing_bits
@@ -53,7 +54,7 @@ def candidates(engine: Engine, place: int, depths: int) -> NDArray[Any]:
 def alone(engine: Engine, sequence: int, block: int) -> NDArray[Any]:
     """Draft logits [block − 1, V] of a sequence with nothing else in the step."""
     fill(engine, [sequence])
-    engine.verify_many([Draft(sequence, BlockDraft(block - 1, block), 15)])
+    engine.verify_many([Draft(sequence, DeviceDraftRequest(block - 1, block), 15)])
     return logits(engine, 1, block - 1).copy()
 
 
@@ -64,14 +65,14 @@ def test_other_sequences_change_no_bit_of_a_draft(cpu_backend: Backend, compute:
     blocks = {2: 8, 0: 3, 1: 5}
     expected = {sequence: alone(engine, sequence, block) for sequence, block in blocks.items()}
     fill(engine, [0, 1, 2])
-    steps = engine.verify_many([Draft(sequence, BlockDraft(block - 1, block), 15) for sequence, block in blocks.items()])
+    steps = engine.verify_many([Draft(sequence, DeviceDraftRequest(block - 1, block), 15) for sequence, block in blocks.items()])
     first = 1
     for sequence, block in blocks.items():
         assert differing_bits(logits(engine, first, block - 1), expected[sequence]) == 0
         first += block
     for (sequence, _), step in zip(blocks.items(), steps, strict=True):
         tokens = list(PROMPTS[sequence])
-        plain = decode_plain(SingleSequence(engine, sequence), tokens, 3).tokens
+        plain = decode_plain(SingleSequence(engine, sequence), Request(tokens, 3)).tokens
         assert (*step.accepted, step.next_token)[:3] == plain[: len(step.accepted) + 1][:3]
 
 
@@ -102,7 +103,7 @@ def test_drafts_of_every_kind_in_one_step(cpu_backend: Backend) -> None:
     rng = np.random.default_rng(0)
     given = DraftLogits(rng.standard_normal((4, SPEC.vocab_size)).astype(np.float32))
     listed = Candidates(np.array([[7, 9]], np.int32), np.array([[-0.5, -1.5]], np.float32))
-    engine.verify_many([Draft(0, given, 5), Draft(1, BlockDraft(BLOCK - 1, BLOCK), 5), Draft(2, listed, 5)])
+    engine.verify_many([Draft(0, given, 5), Draft(1, DeviceDraftRequest(BLOCK - 1, BLOCK), 5), Draft(2, listed, 5)])
     assert differing_bits(logits(engine, 1, BLOCK - 1), expected) == 0
     for place, rows in ((0, given.logits), (1, expected)):
         top = np.sort(rows, axis=1)[:, ::-1][:, :5]
@@ -116,10 +117,10 @@ def test_drafts_of_every_kind_in_one_step(cpu_backend: Backend) -> None:
 def test_drafts_change_no_token(cpu_backend: Backend, compute: Compute, sampling: Sampling) -> None:
     engine = engine_of(cpu_backend, compute, sequences=1)
     prompt = list(PROMPTS[0])
-    plain = decode_plain(engine, prompt, 12, sampling=sampling)
+    plain = decode_plain(engine, Request(prompt, 12, sampling=sampling))
     rows = np.ascontiguousarray(engine.cache_rows())
     for drafter, budget in ((DFlashDrafter(BLOCK), 31), (DFlashDrafter(BLOCK, chain=True), BLOCK - 1), (DFlashDrafter(2), 1)):
-        tree = decode_tree(engine, prompt, 12, drafter, budget, BLOCK, sampling=sampling, chunk=9)
+        tree = decode_tree(engine, Request(prompt, 12, sampling=sampling, chunk=9, drafter=drafter, budget=budget, block_size=BLOCK))
         assert tree.tokens == plain.tokens
         assert differing_bits(np.ascontiguousarray(engine.cache_rows()), rows) == 0
 
@@ -138,9 +139,9 @@ def test_drafts_end_with_the_context(cpu_backend: Backend) -> None:
     """A block may stand beyond the last position that is kept, and only its depths may not."""
     prompt = list(PROMPTS[0])
     engine = engine_of(cpu_backend, sequences=1, context=len(prompt) + 12)
-    plain = decode_plain(engine, prompt, 50)
+    plain = decode_plain(engine, Request(prompt, 50))
     assert len(plain.tokens) == 12
-    assert decode_tree(engine, prompt, 50, DFlashDrafter(BLOCK), 15, BLOCK).tokens == plain.tokens
+    assert decode_tree(engine, Request(prompt, 50, drafter=DFlashDrafter(BLOCK), budget=15, block_size=BLOCK)).tokens == plain.tokens
 
 
 def test_nothing_is_drafted_for_nothing(cpu_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,20 +150,20 @@ def test_nothing_is_drafted_for_nothing(cpu_backend: Backend, monkeypatch: pytes
     ran: list[str] = []
     run = engine._run
     monkeypatch.setattr(engine, "_run", lambda program, *rest: (ran.append(program), run(program, *rest)))
-    engine.verify(BlockDraft(7, 8), 0)
-    engine.verify(BlockDraft(0, 8), 15)
+    engine.verify(DeviceDraftRequest(7, 8), 0)
+    engine.verify(DeviceDraftRequest(0, 8), 15)
     assert ran == ["verify", "verify"]
 
 
 @pytest.mark.parametrize(
     ("proposal", "said"),
     [
-        (BlockDraft(8, 9), "the drafter fills blocks of 2 … 8 rows, not 9"),
-        (BlockDraft(1, 1), "the drafter fills blocks of 2 … 8 rows, not 1"),
-        (BlockDraft(4, 4), "a block of 4 rows gives at most 3 depths, not 4"),
+        (DeviceDraftRequest(8, 9), "the drafter fills blocks of 2 … 8 rows, not 9"),
+        (DeviceDraftRequest(1, 1), "the drafter fills blocks of 2 … 8 rows, not 1"),
+        (DeviceDraftRequest(4, 4), "a block of 4 rows gives at most 3 depths, not 4"),
     ],
 )
-def test_blocks_that_the_drafter_cannot_fill(cpu_backend: Backend, proposal: BlockDraft, said: str) -> None:
+def test_blocks_that_the_drafter_cannot_fill(cpu_backend: Backend, proposal: DeviceDraftRequest, said: str) -> None:
     engine = engine_of(cpu_backend)
     fill(engine, [0])
     with pytest.raises(KdgenError, match=said):
@@ -173,7 +174,7 @@ def test_without_a_drafter(cpu_backend: Backend) -> None:
     engine = engine_of(cpu_backend, spec=SPEC.with_draft(None))
     fill(engine, [0])
     with pytest.raises(KdgenError, match="has no drafter: add a draft: section"):
-        engine.verify(BlockDraft(3, 4), 15)
+        engine.verify(DeviceDraftRequest(3, 4), 15)
 
 
 def test_a_drafter_that_gives_no_numbers_proposes_nothing(cpu_backend: Backend) -> None:
@@ -182,8 +183,8 @@ def test_a_drafter_that_gives_no_numbers_proposes_nothing(cpu_backend: Backend) 
     broken = {"norm.weight": np.full(SPEC.hidden_size, 3e38, np.float32)}
     plan = build_plan(SPEC, "f32", Limits(max_context=80))
     engine = start_engine(SPEC, plan, cpu_backend, lambda key: broken[key] if key in broken else weights[key])
-    plain = decode_plain(engine, [1, 2, 3], 5)
-    tree = decode_tree(engine, [1, 2, 3], 5, DFlashDrafter(BLOCK), 15, BLOCK)
+    plain = decode_plain(engine, Request([1, 2, 3], 5))
+    tree = decode_tree(engine, Request([1, 2, 3], 5, drafter=DFlashDrafter(BLOCK), budget=15, block_size=BLOCK))
     assert tree.tokens == plain.tokens and set(tree.acceptance_lengths) == {1}
 
 

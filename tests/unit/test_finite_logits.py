@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from kdgen.backends.base import Backend
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.synthetic import AdversarialDrafter, ReplayDrafter
 from kdgen.errors import LogitsError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
-from kdgen.runtime.batch import Request, decode_together
+from kdgen.runtime.batch import decode_together
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
@@ -40,23 +41,26 @@ def damage(engine: Engine, token: int, value: float) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=5)], ids=["greedy", "drawn"])
 def test_every_way_to_decode_ends_at_the_first_token_without_logits(cpu_backend: Backend, compute: Compute, sampling: Sampling) -> None:
     engine = start_engine(SPEC, build_plan(SPEC, compute, Limits(32, 96, 3)), cpu_backend, random_weights(SPEC, 11).__getitem__)
-    whole = decode_plain(engine, PROMPT, NEW, sampling=sampling).tokens
+    whole = decode_plain(engine, Request(PROMPT, NEW, sampling=sampling)).tokens
     place = next(i for i in range(4, NEW) if whole[i] not in (*PROMPT, *whole[:i]))
     damage(engine, whole[place], np.nan)
     seen: list[int] = []
     truth = (*PROMPT, *whole)
     drafters = (ReplayDrafter(truth, SPEC.vocab_size, 0.3, 1), AdversarialDrafter(truth, SPEC.vocab_size, seed=2))
-    rounds = {budgets: Rounds(engine, BlockDraft(7, 8) if budgets != (0,) else None, budgets) for budgets in ((0,), (15,))}
+    rounds = {budgets: Rounds(engine, DeviceDraftRequest(7, 8) if budgets != (0,) else None, budgets) for budgets in ((0,), (15,))}
     requests = [Request(PROMPT[:5], 3), Request(PROMPT, NEW, sampling=sampling, drafter=drafters[0]), Request(PROMPT[2:9], 4)]
 
     def emit(tokens: tuple[int, ...]) -> None:
         seen.extend(tokens)
 
     ways: list[Callable[[], object]] = [
-        lambda: decode_plain(engine, PROMPT, NEW, sampling=sampling, emit=emit),
-        *(lambda d=drafter: decode_tree(engine, PROMPT, NEW, d, 15, sampling=sampling, emit=emit) for drafter in drafters),
+        lambda: decode_plain(engine, Request(PROMPT, NEW, sampling=sampling), emit=emit),
         *(
-            lambda b=budgets: decode_rounds(rounds[b], PROMPT, NEW, lambda _: FixedBudget(b[0]), sampling=sampling, emit=emit)
+            lambda d=drafter: decode_tree(engine, Request(PROMPT, NEW, sampling=sampling, drafter=d, budget=15), emit=emit)
+            for drafter in drafters
+        ),
+        *(
+            lambda b=budgets: decode_rounds(rounds[b], Request(PROMPT, NEW, sampling=sampling), lambda _: FixedBudget(b[0]), emit=emit)
             for budgets in rounds
         ),
     ]
@@ -70,7 +74,7 @@ def test_every_way_to_decode_ends_at_the_first_token_without_logits(cpu_backend:
         decode_together(engine, requests)
     assert (caught.value.sequence, caught.value.position) == (1, len(PROMPT) + place + 1)
     # nothing of it is left: a run that ends before is as it was
-    again = decode_plain(engine, PROMPT, place + 1, sampling=sampling)
+    again = decode_plain(engine, Request(PROMPT, place + 1, sampling=sampling))
     assert again.tokens == whole[: place + 1]
 
 
@@ -100,4 +104,4 @@ def test_a_norm_whose_squares_are_beyond_float32_gives_no_zeros(cpu_backend: Bac
     weights[key][2, 3] = 1.0e30
     engine = start_engine(spec, build_plan(spec, "f32", Limits(32, 96, 1)), cpu_backend, weights.__getitem__)
     with pytest.raises(LogitsError, match=rf"^tiny: the logits for token {len(PROMPT)} "):
-        decode_plain(engine, PROMPT, 3)
+        decode_plain(engine, Request(PROMPT, 3))

@@ -27,6 +27,7 @@ from kdgen.plan.ir import Compute, Weight
 from kdgen.runtime.decode import decode_plain
 from kdgen.runtime.model import open_model
 from kdgen.runtime.pipeline import open_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Quantization, load_spec
 from kdgen.spec.published import load_config
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr
@@ -88,7 +89,7 @@ def test_it_decodes_to_the_same_bits(tmp_path: Path, folder: Path, cpu_backend: 
     seen = []
     for path in (folder, out):
         engine = open_engine(open_model(path), 40, backend="cpu").engine
-        seen.append((decode_plain(engine, [1, 2, 3], 20).tokens, engine.logits(1).tobytes(), engine.cache_rows().tobytes()))
+        seen.append((decode_plain(engine, Request([1, 2, 3], 20)).tokens, engine.logits(1).tobytes(), engine.cache_rows().tobytes()))
     assert seen[0] == seen[1]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend, DeviceArray, Mailbox, Replay, Work
 from kdgen.backends.cpu import CpuBackend
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
@@ -23,6 +23,7 @@ from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, decode_rounds
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import Sampling
@@ -30,7 +31,7 @@ from kdgen.verify.decoding.recording import differing_bits
 from kdgen.weights.random import random_weights
 
 SPEC = load_spec("tiny-dflash")
-BLOCK = BlockDraft(7, 8)
+BLOCK = DeviceDraftRequest(7, 8)
 PROMPT = list(range(3, 40))
 
 
@@ -67,11 +68,11 @@ def same(rounds: Rounds, plain: Decoded, rows: NDArray[Any], got: Decoded) -> No
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("budgets", [(7,), (63,), (15, 0, 7), (0,)], ids=str)
 def test_tokens_and_cache_bits_of_plain_decoding(engine: Engine, budgets: tuple[int, ...], ahead: int, sampling: Sampling) -> None:
-    plain = decode_plain(engine, PROMPT, 12, sampling=sampling)
+    plain = decode_plain(engine, Request(PROMPT, 12, sampling=sampling))
     rows = np.ascontiguousarray(engine.cache_rows())
     rounds = Rounds(engine, BLOCK, budgets)
     chooser = Scheduled(budgets)
-    got = decode_rounds(rounds, PROMPT, 12, lambda _: chooser, chunk=9, sampling=sampling, ahead=ahead)
+    got = decode_rounds(rounds, Request(PROMPT, 12, sampling=sampling, chunk=9), lambda _: chooser, ahead=ahead)
     same(rounds, plain, rows, got)
     assert got.target_forwards == len(got.acceptance_lengths or chooser.seen) and len(chooser.seen) == got.target_forwards
     assert sum(got.acceptance_lengths) in (0, 11)
@@ -82,21 +83,21 @@ def test_tokens_and_cache_bits_of_plain_decoding(engine: Engine, budgets: tuple[
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_stop_is_seen_late_and_leaves_nothing_behind(engine: Engine, ahead: int) -> None:
-    tokens = decode_plain(engine, PROMPT, 12).tokens
+    tokens = decode_plain(engine, Request(PROMPT, 12)).tokens
     stop = tokens[5]
-    plain = decode_plain(engine, PROMPT, 12, (stop,))
+    plain = decode_plain(engine, Request(PROMPT, 12, stop=(stop,)))
     rows = np.ascontiguousarray(engine.cache_rows())
     rounds = Rounds(engine, BLOCK, (15,))
-    same(rounds, plain, rows, decode_rounds(rounds, PROMPT, 12, lambda _: FixedBudget(15), (stop,), ahead=ahead))
+    same(rounds, plain, rows, decode_rounds(rounds, Request(PROMPT, 12, stop=(stop,)), lambda _: FixedBudget(15), ahead=ahead))
     assert engine.decode() == tokens[len(plain.tokens)]  # and decoding may go on from there
 
 
 def test_without_a_drafter_rounds_are_plain(cpu_backend: Backend) -> None:
     engine = engine_of(cpu_backend, SPEC.with_draft(None))
-    plain = decode_plain(engine, PROMPT, 6)
+    plain = decode_plain(engine, Request(PROMPT, 6))
     rows = np.ascontiguousarray(engine.cache_rows())
     rounds = Rounds(engine, None, (0,))
-    got = decode_rounds(rounds, PROMPT, 6, lambda _: FixedBudget(0), ahead=1)
+    got = decode_rounds(rounds, Request(PROMPT, 6), lambda _: FixedBudget(0), ahead=1)
     same(rounds, plain, rows, got)
     assert got.acceptance_lengths == () and got.target_forwards == 5
 
@@ -104,10 +105,10 @@ def test_without_a_drafter_rounds_are_plain(cpu_backend: Backend) -> None:
 @pytest.mark.parametrize("room", [1, 2, 9, 12, 20])
 def test_up_to_the_end_of_the_context(cpu_backend: Backend, room: int) -> None:
     engine = engine_of(cpu_backend, context=len(PROMPT) + room)
-    plain = decode_plain(engine, PROMPT, 50)
+    plain = decode_plain(engine, Request(PROMPT, 50))
     rows = np.ascontiguousarray(engine.cache_rows())
     rounds = Rounds(engine, BLOCK, (63,))
-    same(rounds, plain, rows, decode_rounds(rounds, PROMPT, 50, lambda _: FixedBudget(63), ahead=1))
+    same(rounds, plain, rows, decode_rounds(rounds, Request(PROMPT, 50), lambda _: FixedBudget(63), ahead=1))
 
 
 def test_interrupted(engine: Engine) -> None:
@@ -120,13 +121,13 @@ def test_interrupted(engine: Engine) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decode_rounds(rounds, PROMPT, 12, lambda _: FixedBudget(7), emit=emit, ahead=1)
+        decode_rounds(rounds, Request(PROMPT, 12), lambda _: FixedBudget(7), emit=emit, ahead=1)
     assert engine.length() == len(PROMPT) + len(told) - 1 and rounds.running == 0
-    assert (*told, engine.decode()) == decode_plain(engine, PROMPT, len(told) + 1).tokens
+    assert (*told, engine.decode()) == decode_plain(engine, Request(PROMPT, len(told) + 1)).tokens
 
 
 def test_measuring_rounds_changes_nothing(engine: Engine) -> None:
-    plain = decode_plain(engine, PROMPT, 6)
+    plain = decode_plain(engine, Request(PROMPT, 6))
     rows = np.ascontiguousarray(engine.cache_rows())
     rounds, costs = Rounds(engine, BLOCK, (0, 7)), {}
 
@@ -134,7 +135,7 @@ def test_measuring_rounds_changes_nothing(engine: Engine) -> None:
         costs.update(rounds.costs(root))
         return FixedBudget(7)
 
-    same(rounds, plain, rows, decode_rounds(rounds, PROMPT, 6, measured))
+    same(rounds, plain, rows, decode_rounds(rounds, Request(PROMPT, 6), measured))
     assert sorted(costs) == [0, 7] and all(seconds > 0 for seconds in costs.values())
     assert rounds.costs(plain.tokens[0]) == costs  # measured once
 
@@ -151,12 +152,12 @@ def test_measuring_rounds_changes_nothing(engine: Engine) -> None:
 def test_whatever_the_situation(
     engine: Engine, prompt: list[int], new_tokens: int, stop_at: int, budgets: list[int], depths: int, ahead: int
 ) -> None:
-    tokens = decode_plain(engine, prompt, new_tokens).tokens
+    tokens = decode_plain(engine, Request(prompt, new_tokens)).tokens
     stop = tokens[stop_at : stop_at + 1]
-    plain = decode_plain(engine, prompt, new_tokens, stop)
+    plain = decode_plain(engine, Request(prompt, new_tokens, stop=stop))
     rows = np.ascontiguousarray(engine.cache_rows())
-    rounds = Rounds(engine, BlockDraft(depths, depths + 1), budgets)
-    same(rounds, plain, rows, decode_rounds(rounds, prompt, new_tokens, lambda _: Scheduled(budgets), stop, ahead=ahead))
+    rounds = Rounds(engine, DeviceDraftRequest(depths, depths + 1), budgets)
+    same(rounds, plain, rows, decode_rounds(rounds, Request(prompt, new_tokens, stop=stop), lambda _: Scheduled(budgets), ahead=ahead))
 
 
 def test_a_decoder_records_and_measures_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,16 +168,16 @@ def test_a_decoder_records_and_measures_once(engine: Engine, monkeypatch: pytest
     record = engine.backend.record
     monkeypatch.setattr(engine.backend, "record", lambda work: recorded.append(len(work)) or record(work))  # type: ignore[func-returns-value]
     monkeypatch.setattr(engine.backend, "recorded_context", lambda context: 192)
-    decoder, plain = Decoder(engine), decode_plain(engine, PROMPT, 5).tokens
-    decode_plain(engine, PROMPT, 5)  # the engine records a prefill that comes again
+    decoder, plain = Decoder(engine), decode_plain(engine, Request(PROMPT, 5)).tokens
+    decode_plain(engine, Request(PROMPT, 5))  # the engine records a prefill that comes again
     recorded.clear()
     for _ in range(2):
-        assert decoder.decode(PROMPT, 5, DFlashDrafter(8), "auto").tokens == plain
-        assert decoder.decode(PROMPT, 5, DFlashDrafter(8, chain=True), "auto").tokens == plain
-        assert decoder.decode(PROMPT, 5, None, "auto").tokens == plain
+        assert decoder.decode(Request(PROMPT, 5, drafter=DFlashDrafter(8)), auto_budget=True).tokens == plain
+        assert decoder.decode(Request(PROMPT, 5, drafter=DFlashDrafter(8, chain=True)), auto_budget=True).tokens == plain
+        assert decoder.decode(Request(PROMPT, 5), auto_budget=True).tokens == plain
     assert made == [(0, 7, 15, 31, 63), (0, 7)] * 2
     assert len(recorded) == 5 + 2 + 1
-    assert decoder.decode(PROMPT, 1, DFlashDrafter(8), 15).tokens == plain[:1]
+    assert decoder.decode(Request(PROMPT, 1, drafter=DFlashDrafter(8))).tokens == plain[:1]
     assert len(recorded) == 8, "nothing is recorded for nothing"
 
 
@@ -186,10 +187,10 @@ def test_a_decoder_records_and_measures_once(engine: Engine, monkeypatch: pytest
         (BLOCK, (), "a budget lies between 0 and 63, not at none"),
         (BLOCK, (7, 64), "a budget lies between 0 and 63, not at 7, 64"),
         (None, (0, 7), "need a block from a drafter"),
-        (BlockDraft(8, 9), (7,), "the drafter fills blocks of 2 … 8 rows, not 9"),
+        (DeviceDraftRequest(8, 9), (7,), "the drafter fills blocks of 2 … 8 rows, not 9"),
     ],
 )
-def test_what_is_refused(engine: Engine, block: BlockDraft | None, budgets: tuple[int, ...], said: str) -> None:
+def test_what_is_refused(engine: Engine, block: DeviceDraftRequest | None, budgets: tuple[int, ...], said: str) -> None:
     with pytest.raises(KdgenError, match=said):
         Rounds(engine, block, budgets)
 
@@ -268,7 +269,7 @@ def test_a_round_is_one_call_and_its_results_are_read_while_the_next_one_runs(ca
     engine = engine_of(backend)
     rounds = Rounds(engine, BLOCK, (7, 15))
     backend.events.clear()
-    got = decode_rounds(rounds, PROMPT, 12, lambda _: Scheduled((7, 15)))
+    got = decode_rounds(rounds, Request(PROMPT, 12), lambda _: Scheduled((7, 15)))
     first = backend.events.index("round")
     last = len(backend.events) - backend.events[::-1].index("take")
     during = backend.events[first:last]

@@ -17,6 +17,7 @@ from kdgen.plan.ir import Compute, Limits, Plan
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.model import random_model, shorten
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Quantization, Spec, load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.weights.pack import CheckpointWeights, numpy_dtype
@@ -66,12 +67,12 @@ def test_a_model_made_of_them_decodes(family: str, compute: Compute, cpu_backend
     spec = SPECS[family]
     plan = build_plan(spec, compute, Limits(max_context=64))
     target = RecordingEngine(start_engine(spec, plan, cpu_backend, SyntheticWeights(spec, 3)))
-    plain = decode_plain(target, [5, 17, 9], 40)
+    plain = decode_plain(target, Request([5, 17, 9], 40))
     logits = np.stack(target.logits)
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 8
     assert len(set(plain.tokens)) > 10
-    tree = decode_tree(target, [5, 17, 9], 40, ReplayDrafter((5, 17, 9, *plain.tokens), spec.vocab_size, 0.3), 15)
+    tree = decode_tree(target, Request([5, 17, 9], 40, drafter=ReplayDrafter((5, 17, 9, *plain.tokens), spec.vocab_size, 0.3), budget=15))
     assert tree.tokens == plain.tokens
     assert differing_bits(np.stack(target.logits), logits) == 0
 

@@ -9,9 +9,9 @@ import pytest
 
 import kdgen.runtime.decode
 from kdgen.backends.base import Backend
-from kdgen.runtime.batch import _Running
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Output
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.course import accepted, to_stop
@@ -55,8 +55,8 @@ def leave_a_round(self: Rounds, root: int, measured: Any = Rounds.costs) -> dict
     return costs
 
 
-def notice_late(self: _Running) -> bool:
-    return len(self.tokens) >= self.limit or bool(self.request.stop.intersection(self.tokens[:-1]))
+def notice_late(self: Output) -> bool:
+    return self.room < 1 or bool(set(self.request.stop).intersection(self.tokens[:-1]))
 
 
 def lose_a_bit(self: Engine, write: Any = Engine._write_sampling) -> None:
@@ -68,11 +68,11 @@ def lose_a_bit(self: Engine, write: Any = Engine._write_sampling) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "attribute", "wrong", "said"),
     [
-        ("a stop at every place", kdgen.runtime.decode, "through_stop", lambda tokens, stops: tuple(tokens), "stop after token"),
+        ("a stop at every place", kdgen.runtime.request, "through_stop", lambda tokens, stops: tuple(tokens), "stop after token"),
         ("to the end of the context", Rounds, "may_start", property(lambda self: True), "rounds started"),
         ("measured costs", Rounds, "costs", leave_a_round, "committed tokens"),
         ("budgets by measured costs", kdgen.runtime.decode, "budget_for", lambda costs: FixedBudget(15), "budgets"),
-        ("forwards of a batch", _Running, "done", property(notice_late), "forwards instead of"),
+        ("forwards of a batch", Output, "done", property(notice_late), "instead of"),
         ("seeds of 64 bits", Engine, "_write_sampling", lose_a_bit, "is not what the reference draws"),
     ],
 )

@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
-from kdgen.drafters.base import BlockDraft, Candidates, Drafter, DraftLogits
+from kdgen.drafters.base import Candidates, DeviceDraftRequest, Drafter, DraftLogits
 from kdgen.errors import BackendError
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES
 from kdgen.reference.tree import build_tree, ranked_rows
 from kdgen.runtime.budget import Budgets
 from kdgen.runtime.decode import decode_plain, prefill
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Request
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.kernels.tolerances import EPS32
 
@@ -83,7 +84,7 @@ def far_from(log_probs: NDArray[np.float32], expected: NDArray[np.float32]) -> f
 
 def plain_course(engine: Engine, prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY) -> Course:
     """Decode plainly. The engine's context must have room for all of it."""
-    decoded = decode_plain(engine, prompt, new_tokens, sampling=sampling)
+    decoded = decode_plain(engine, Request(prompt, new_tokens, sampling=sampling))
     return Course(tuple(prompt), sampling, decoded.tokens, np.ascontiguousarray(engine.cache_rows()))
 
 
@@ -96,7 +97,7 @@ def drafted_along(engine: Engine, course: Course, block_size: int, count: int) -
     shape = engine.backend.to_device(np.array([[depths, width, MAX_NODES - 1, 1]], np.int32), "i32")
     logits, candidates = [], []
     for _ in range(count):
-        engine.begin_rounds(engine.block_rows(BlockDraft(depths, block_size)))
+        engine.begin_rounds(engine.block_rows(DeviceDraftRequest(depths, block_size)))
         for work in engine.work("draft", block_size, engine.length() + block_size, instead={"draft_shape": shape}):
             engine.backend.start(work)
         rows = engine.read("draft_logits").reshape(-1, engine.spec.vocab_size)[1:block_size]
@@ -159,7 +160,7 @@ def tree_steps(
     while known < len(truth) and truth[known - 1] not in stops:
         depths = min(block_size - 1, len(truth) - known - 1)
         proposal = drafter.propose([*prompt, *truth[:known]], depths)
-        assert not isinstance(proposal, BlockDraft), "the host cannot see what the device drafts; KnownDrafter can"
+        assert not isinstance(proposal, DeviceDraftRequest), "the host cannot see what the device drafts; KnownDrafter can"
         budgets.append(chooser.choose() if proposal.depths else 0)
         path = accepted_of(proposal, budgets[-1], truth[known:])
         if proposal.depths:
@@ -197,7 +198,7 @@ class Ask:
     """How a course is decoded again: up to ``new_tokens``, or one of ``stops``, with ``ahead`` rounds started before results are read."""
 
     new_tokens: int
-    block: BlockDraft | None
+    block: DeviceDraftRequest | None
     ahead: int
     stops: frozenset[int] = frozenset()
 
@@ -268,12 +269,12 @@ def expected_rounds(
     )  # fmt: skip
 
 
-def _depths(block: BlockDraft | None, budget: int) -> int:
+def _depths(block: DeviceDraftRequest | None, budget: int) -> int:
     return block.depths if block is not None and budget else 0
 
 
 def _round(
-    course: Course, drafted: Drafted | None, block: BlockDraft | None, budget: int, known: int
+    course: Course, drafted: Drafted | None, block: DeviceDraftRequest | None, budget: int, known: int
 ) -> tuple[tuple[int, ...], Array | None]:
     """A round behind ``known`` new tokens: its accepted nodes, and the draft's log-probabilities, float32 [depths, width]."""
     if not budget:

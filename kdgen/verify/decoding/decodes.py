@@ -22,6 +22,7 @@ from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.decode import Decoded, decode_plain, decode_rounds, decode_tree, prefill
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
@@ -158,7 +159,7 @@ def check_decodes(
     plan = build_plan(subject.spec, subject.compute, Limits(max_context=context, max_sequences=3), shard).on(family)
     try:
         engine = RecordingEngine(start_engine(subject.spec, plan, backend, subject.weights.__getitem__))
-        decoded = decode_plain(engine, subject.prompt, subject.new_tokens, chunk=1)
+        decoded = decode_plain(engine, Request(subject.prompt, subject.new_tokens, chunk=1))
         plain = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
         yield _check_logits(engine, subject, plain, clock)
         if subject.case is not None and subject.compute == "f32":
@@ -276,7 +277,17 @@ def make_drafter(name: str, truth: Sequence[int], vocab_size: int, seed: int = 0
 def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, plain: _Plain) -> tuple[Decoded, str]:
     """A draft-tree decode, and what is different about it: tokens (L1), or logits and cache rows of committed tokens (L2)."""
     drafter = make_drafter(situation.drafter, (*subject.prompt, *plain.decoded.tokens), subject.spec.vocab_size)
-    tree = decode_tree(engine, subject.prompt, subject.new_tokens, drafter, situation.budget, situation.block_size, chunk=situation.chunk)
+    tree = decode_tree(
+        engine,
+        Request(
+            subject.prompt,
+            subject.new_tokens,
+            chunk=situation.chunk,
+            drafter=drafter,
+            budget=situation.budget,
+            block_size=situation.block_size,
+        ),
+    )
     if tree.tokens != plain.decoded.tokens:
         first = next((i for i, (a, b) in enumerate(zip(tree.tokens, plain.decoded.tokens, strict=False)) if a != b), len(tree.tokens))
         return tree, f"token {first} of {len(tree.tokens)} differs from plain decoding's; {_difference(engine, plain) or 'no row does'}"
@@ -295,14 +306,14 @@ def _rounds(engine: Engine, subject: Subject, plain: _Plain) -> str:
     if problem := _by_rounds(rounds, subject, plain.decoded.tokens, plain.cache, GREEDY):
         return problem
     sampling = Sampling(temperature=0.9, seed=2**63 + 2**31)
-    drawn = decode_plain(engine, subject.prompt, min(DRAWN_TOKENS, subject.new_tokens), sampling=sampling)
+    drawn = decode_plain(engine, Request(subject.prompt, min(DRAWN_TOKENS, subject.new_tokens), sampling=sampling))
     problem = _by_rounds(rounds, subject, drawn.tokens, engine.cache_rows(), sampling)
     return f"{sampling}: {problem}" if problem else ""
 
 
 def _by_rounds(rounds: Rounds, subject: Subject, tokens: tuple[int, ...], cache: NDArray[np.generic], sampling: Sampling) -> str:
     turns = Turns(rounds.budgets)
-    got = decode_rounds(rounds, subject.prompt, len(tokens), lambda _: turns, chunk=9, sampling=sampling, ahead=1)
+    got = decode_rounds(rounds, Request(subject.prompt, len(tokens), sampling=sampling, chunk=9), lambda _: turns, ahead=1)
     if got.tokens != tokens:
         return "other tokens than plain decoding's"
     rows = rounds.engine.cache_rows()
@@ -318,7 +329,7 @@ def _stopped(engine: RecordingEngine, subject: Subject, plain: _Plain) -> str:
     stop = tokens[len(tokens) // 4]
     expected = tokens[: tokens.index(stop) + 1]
     drafter = make_drafter("replay 0", (*subject.prompt, *tokens), subject.spec.vocab_size)
-    got = decode_tree(engine, subject.prompt, subject.new_tokens, drafter, 15, 16, stop=(stop,)).tokens
+    got = decode_tree(engine, Request(subject.prompt, subject.new_tokens, stop=(stop,), drafter=drafter, budget=15, block_size=16)).tokens
     return "" if got == expected else f"ends with {len(got)} tokens instead of {len(expected)}"
 
 
@@ -362,13 +373,13 @@ def _batched(engine: Engine, subject: Subject, plain: _Plain) -> str:
 def _sampled(engine: RecordingEngine, subject: Subject) -> str:
     """Plain sampling, then the same seed with trees whose drafter is wrong half the time."""
     sampling, count = Sampling(temperature=0.8, top_p=0.95, seed=2**40 + 1), min(TREE_TOKENS, subject.new_tokens)
-    decoded = decode_plain(engine, subject.prompt, count, sampling=sampling)
+    decoded = decode_plain(engine, Request(subject.prompt, count, sampling=sampling))
     drawn = _Plain(decoded, np.stack(engine.logits), engine.cache_rows())
     drafters = [make_drafter("replay 50", (*subject.prompt, *decoded.tokens), subject.spec.vocab_size)]
     if subject.spec.draft is not None:
         drafters.append(DFlashDrafter(subject.spec.draft.block_size))
     for drafter in drafters:
-        tree = decode_tree(engine, subject.prompt, count, drafter, 15, 8, chunk=7, sampling=sampling)
+        tree = decode_tree(engine, Request(subject.prompt, count, sampling=sampling, chunk=7, drafter=drafter, budget=15, block_size=8))
         if tree.tokens != decoded.tokens:
             return f"other tokens than plain sampling, drafted by {drafter.name}"
         if problem := _difference(engine, drawn):

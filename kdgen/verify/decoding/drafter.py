@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.synthetic import ReplayDrafter
 from kdgen.plan.ir import Compute
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.runtime.decode import Decoded, decode_tree, prefill
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.verify.kernels import tolerances
@@ -41,7 +42,7 @@ class Subject(Protocol):
 
 def drafted(engine: Engine, block_size: int) -> Array:
     """Draft a block behind sequence 0's committed tokens, and verify it: its logits, float32 [block_size - 1, V]."""
-    engine.verify(BlockDraft(block_size - 1, block_size), 1)
+    engine.verify(DeviceDraftRequest(block_size - 1, block_size), 1)
     return engine.read("draft_logits").reshape(-1, engine.spec.vocab_size)[1:block_size].astype(np.float32, copy=False)
 
 
@@ -92,7 +93,7 @@ def _after_others(engine: RecordingEngine, subject: Subject, plain: Decoded, blo
     """What is drafted after tokens that trees committed, and after the same tokens committed by prefills."""
     tokens = (*subject.prompt, *plain.tokens)
     drafter = ReplayDrafter(tokens, subject.spec.vocab_size, 0.3)
-    decode_tree(engine, subject.prompt, max(1, len(plain.tokens) - block), drafter, 15, 8, chunk=9)
+    decode_tree(engine, Request(subject.prompt, max(1, len(plain.tokens) - block), chunk=9, drafter=drafter, budget=15, block_size=8))
     committed = tokens[: engine.engine.length()]
     if len(committed) + block > engine.plan.limits.max_context:
         return ""  # no room for a block

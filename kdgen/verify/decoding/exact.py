@@ -21,11 +21,12 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
-from kdgen.runtime.batch import Batch, Request
+from kdgen.runtime.batch import Batch
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.course import Course, KnownDrafter, drafted_along, tree_steps
 from kdgen.verify.decoding.departure import first_departure
@@ -162,7 +163,7 @@ def _decode_alone(engine: Engine, draw: RequestDraw, trained: Trained | None) ->
     prompt = np.random.default_rng(draw.seed).integers(0, engine.spec.vocab_size, draw.prompt_length).tolist()
     if trained:
         prompt = trained.prompt(draw.seed, draw.prompt_length)
-    decoded = decode_plain(recorder, prompt, draw.new_tokens, chunk=1, sampling=draw.sampling)
+    decoded = decode_plain(recorder, Request(prompt, draw.new_tokens, sampling=draw.sampling, chunk=1))
     return Alone(tuple(prompt), decoded.tokens, np.stack(recorder.logits), recorder.cache_rows())
 
 

@@ -17,6 +17,7 @@ from kdgen.plan.ir import Limits
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_rounds, decode_tree
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
@@ -64,28 +65,28 @@ def observe(engine: Engine) -> Observed:
     engine.verify(block, BUDGET)
     drafts = engine.read("draft_logits").reshape(-1, engine.spec.vocab_size)[1:BLOCK].astype(np.float32)  # row 0 is the root's
     candidates = engine.read("candidate_tokens")[0, : BLOCK - 1, :BUDGET]
-    plain = decode_plain(recorder, prompt, NEW_TOKENS, chunk=1)
+    plain = decode_plain(recorder, Request(prompt, NEW_TOKENS, chunk=1))
     logits, cache = np.stack(recorder.logits), recorder.cache_rows()
     if plain.tokens[0] != root or differing_bits(np.stack(whole), logits[:PROMPT_TOKENS]):
         problem = "the prompt in one piece gives other bits than token by token (L3)"
     truth = (*prompt, *plain.tokens)
     for drafter, chunk in ((ReplayDrafter(truth, engine.spec.vocab_size, 0.2), 12), (DFlashDrafter(BLOCK), 64)):
-        tree = decode_tree(recorder, prompt, NEW_TOKENS, drafter, BUDGET, BLOCK, chunk=chunk)
+        tree = decode_tree(recorder, Request(prompt, NEW_TOKENS, chunk=chunk, drafter=drafter, budget=BUDGET, block_size=BLOCK))
         if tree.tokens != plain.tokens:
             problem = problem or f"other tokens than plain decoding, drafted by {drafter.name} (L1)"
         problem = problem or _other_rows(recorder, logits, cache, f"drafted by {drafter.name} (L2)")
     rounds = Rounds(engine, block, (BUDGET,))
-    got = decode_rounds(rounds, prompt, NEW_TOKENS, lambda _: FixedBudget(BUDGET), chunk=9, ahead=1)
+    got = decode_rounds(rounds, Request(prompt, NEW_TOKENS, chunk=9), lambda _: FixedBudget(BUDGET), ahead=1)
     if got.tokens != plain.tokens or differing_bits(engine.cache_rows(), cache):
         problem = problem or "rounds give other tokens or cache rows than plain decoding (L1, L2)"
     problem = problem or _in_company(engine, GREEDY, truth, logits, cache)
-    drawn = decode_plain(recorder, prompt, NEW_TOKENS, chunk=8, sampling=SAMPLING)
+    drawn = decode_plain(recorder, Request(prompt, NEW_TOKENS, sampling=SAMPLING, chunk=8))
     drawn_logits, drawn_cache = np.stack(recorder.logits), recorder.cache_rows()
     problem = problem or _in_company(engine, SAMPLING, (*prompt, *drawn.tokens), drawn_logits, drawn_cache)
     half = ReplayDrafter((*prompt, *drawn.tokens), engine.spec.vocab_size, 0.5)
-    again = decode_tree(recorder, prompt, NEW_TOKENS, half, 15, 8, sampling=SAMPLING)
+    again = decode_tree(recorder, Request(prompt, NEW_TOKENS, sampling=SAMPLING, drafter=half, budget=15, block_size=8))
     problem = problem or _other_rows(recorder, drawn_logits, drawn_cache, "sampled, with trees (L5)")
-    other = decode_rounds(rounds, prompt, NEW_TOKENS, lambda _: FixedBudget(BUDGET), chunk=9, sampling=SAMPLING)
+    other = decode_rounds(rounds, Request(prompt, NEW_TOKENS, sampling=SAMPLING, chunk=9), lambda _: FixedBudget(BUDGET))
     if again.tokens != drawn.tokens or other.tokens != drawn.tokens:
         problem = problem or "other tokens than plain sampling (L5)"
     return Observed(logits, cache, plain.tokens, drawn.tokens, drawn_logits, features, drafts, candidates, problem)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray, Work
 from kdgen.backends.cpu import CpuBackend
-from kdgen.drafters.base import BlockDraft, nothing
+from kdgen.drafters.base import DeviceDraftRequest, nothing
 from kdgen.drafters.synthetic import RandomDrafter, ReplayDrafter
 from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
@@ -166,8 +166,8 @@ class _Programs:
         self._verify([self._replayed(0, 5, depths=1)])  # of so few nodes that some blocks have no row
         if self._spec.draft is not None:
             depths = self._spec.draft.block_size - 1
-            block = BlockDraft(depths, depths + 1)
-            self._verify([Draft(1, block, 15), Draft(0, BlockDraft(1, 2), 2)])
+            block = DeviceDraftRequest(depths, depths + 1)
+            self._verify([Draft(1, block, 15), Draft(0, DeviceDraftRequest(1, 2), 2)])
             self._rounds(block, (7, 0))
         else:
             self._rounds(None, (0, 0))
@@ -185,7 +185,7 @@ class _Programs:
         steps = self._target.verify_many(drafts)
         self._commit([draft.sequence for draft in drafts], [(*step.accepted[1:], step.next_token) for step in steps])
 
-    def _rounds(self, block: BlockDraft | None, budgets: tuple[int, int]) -> None:
+    def _rounds(self, block: DeviceDraftRequest | None, budgets: tuple[int, int]) -> None:
         """Two rounds of the first sequence, the second started before the first one's results are read."""
         length = self.engine.length(0)
         rounds = Rounds(self.engine, block, budgets)

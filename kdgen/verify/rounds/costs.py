@@ -7,14 +7,16 @@ from time import perf_counter
 
 import numpy as np
 
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest, Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.runtime.budget import AutoBudget
 from kdgen.runtime.decode import Decoder, prefill
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds, step_costs
 from kdgen.verify.decoding.course import (
     Ask,
+    Course,
     expected_rounds,
     tree_steps,
 )
@@ -74,25 +76,29 @@ def chosen_budgets(situation: Situation) -> tuple[str, str]:
     engine, backend = situation.engine, situation.backend
     decoder, context, requests = Decoder(engine), engine.plan.limits.max_context, (*situation.greedy, situation.greedy[0])
     backend.rounds_ahead = 1
+
+    def asked(course: Course, drafter: Drafter) -> Request:
+        return Request(course.prompt, NEW_TOKENS, drafter=drafter, block_size=situation.size)
+
     for number, prepared in enumerate(requests):
         course, watch = prepared.course, Watch(backend)
         ask, chooser = Ask(NEW_TOKENS, situation.block, 1), AutoBudget(_costs(situation, True))
         expected = expected_rounds(course, prepared.drafted, ask, BUDGETS, chooser, backend, context)
-        got = decoder.decode(course.prompt, NEW_TOKENS, DFlashDrafter(situation.size), "auto", situation.size, emit=watch)
+        got = decoder.decode(asked(course, DFlashDrafter(situation.size)), auto_budget=True, emit=watch)
         units = watch.recorded if number else len(expected.units)  # some were recorded before
         if problem := difference(engine, course, expected, got, watch, units, 0 if number else 4 * len(BUDGETS)):
             return f"request {number}, budgets by measured rounds: {problem}", ""
     prepared, watch = situation.greedy[0], Watch(backend)
-    chain, few = BlockDraft(situation.size - 1, situation.size, 1), (0, 7, 15)  # no more than a chain has
+    chain, few = DeviceDraftRequest(situation.size - 1, situation.size, 1), (0, 7, 15)  # no more than a chain has
     costs = {budget: _costs(situation, True)[budget] for budget in few}
     expected = expected_rounds(prepared.course, prepared.drafted, Ask(NEW_TOKENS, chain, 1), few, AutoBudget(costs), backend, context)
-    got = decoder.decode(prepared.course.prompt, NEW_TOKENS, DFlashDrafter(situation.size, True), "auto", situation.size, emit=watch)
+    got = decoder.decode(asked(prepared.course, DFlashDrafter(situation.size, True)), auto_budget=True, emit=watch)
     if problem := difference(engine, prepared.course, expected, got, watch, len(expected.units), 4 * len(few)):
         return f"a chain, budgets by measured rounds: {problem}", ""
     for number, prepared in enumerate(requests):
         course, host, before = prepared.course, LogitsDrafter(prepared.host, engine.spec.vocab_size), backend.timed
         steps = tree_steps(course.prompt, prepared.truth(), host, AutoBudget(_costs(situation, False)), situation.size)
-        got = decoder.decode(course.prompt, NEW_TOKENS, host, "auto", situation.size)
+        got = decoder.decode(asked(course, host), auto_budget=True)
         wanted = prepared.truth(), steps.accepted, steps.budgets, 0 if number else 5 * len(BUDGETS)
         if (found := (got.tokens, got.acceptance_lengths, got.budgets, backend.timed - before)) != wanted:
             return f"request {number}, budgets by measured steps: tokens, accepted, budgets, measurements {found} instead of {wanted}", ""

@@ -12,10 +12,11 @@ from kdgen.drafters.base import Drafter
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, ReplayDrafter
-from kdgen.runtime.batch import Batch, Finished, Request
+from kdgen.runtime.batch import Batch, Finished
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
+from kdgen.runtime.request import Request
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.course import (
     Course,
@@ -47,7 +48,7 @@ def forwards_of_trees(situation: Situation) -> tuple[str, str]:
             steps = tree_steps(each.course.prompt, each.truth(), host, FixedBudget(budget), situation.size)
             tests.append((f"{host.name}, budget {budget}", each.course, device or host, budget, situation.size, steps.accepted))
     for name, course, drafter, budget, size, lengths in tests:
-        got = decode_tree(engine, course.prompt, NEW_TOKENS, drafter, budget, size)
+        got = decode_tree(engine, Request(course.prompt, NEW_TOKENS, drafter=drafter, budget=budget, block_size=size))
         if (got.tokens, got.acceptance_lengths, got.target_forwards) != (course.tokens[:NEW_TOKENS], lengths, len(lengths)):
             return f"a drafter {name}: {got.target_forwards} forwards accept {got.acceptance_lengths} instead of {lengths}", ""
     return "", f"{len(tests)} drafters: so many forwards, and tokens of each, as foretold"
@@ -104,7 +105,7 @@ def seeds_of_64_bits(situation: Situation) -> tuple[str, str]:
     recorder, prompt, drawn = RecordingEngine(situation.engine), situation.subject.prompts[0][:9], set()
     for seed in SEEDS:
         sampling = Sampling(1.0, seed=seed)
-        tokens = decode_plain(recorder, prompt, 10, sampling=sampling).tokens
+        tokens = decode_plain(recorder, Request(prompt, 10, sampling=sampling)).tokens
         for place, token in enumerate(tokens):
             position = len(prompt) + place
             if not may_draw(recorder.logits[position - 1], sampling, position, token):

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdgen.backends.base import Backend
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.runtime.decode import Decoded, decode_rounds
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import Model
 from kdgen.runtime.pipeline import start_engine
+from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.course import (
@@ -120,7 +121,7 @@ class Situation:
     def __init__(self, backend: Backend, subject: Subject) -> None:
         self.subject, self.backend = subject, WatchedBackend(backend)
         self.size = subject.block_size
-        self.block = BlockDraft(self.size - 1, self.size)
+        self.block = DeviceDraftRequest(self.size - 1, self.size)
         self.quick = subject.title != "demo"  # to decode
         self.aheads = (0, 1) if backend.name == "cuda" else (0, 1, 2)  # a GPU's mailbox holds the results of two rounds
         self.engine = self.opened(max(map(len, subject.prompts)) + NEW_TOKENS + 2 * self.size, 3)
@@ -136,7 +137,7 @@ class Situation:
         return Prepared(course, drafted_along(self.engine, course, self.size, NEW_TOKENS))
 
     def rounds(
-        self, prepared: Prepared, block: BlockDraft | None, budgets: Sequence[int], ahead: int, stops: frozenset[int] = frozenset(),
+        self, prepared: Prepared, block: DeviceDraftRequest | None, budgets: Sequence[int], ahead: int, stops: frozenset[int] = frozenset(),
         engine: Engine | None = None, new_tokens: int = NEW_TOKENS,
     ) -> str:  # fmt: skip
         """How new rounds, of ``budgets`` in turn, differ from what they must be."""
@@ -145,7 +146,13 @@ class Situation:
         context = engine.plan.limits.max_context
         expected = expected_rounds(course, prepared.drafted, ask, budgets, Turns(budgets), self.backend, context)
         rounds = Rounds(engine, block, budgets)
-        got = decode_rounds(rounds, course.prompt, new_tokens, lambda _: chooser, stops, 9, course.sampling, watch, ahead)
+        got = decode_rounds(
+            rounds,
+            Request(course.prompt, new_tokens, stop=stops, sampling=course.sampling, chunk=9),
+            lambda _: chooser,
+            emit=watch,
+            ahead=ahead,
+        )
         problem = difference(engine, course, expected, got, watch, len(expected.units))
         problem = problem or seen_wrongly(chooser, expected) or (f"{rounds.running} rounds are left" if rounds.running else "")
         return f"budgets {tuple(budgets)}, {ahead} ahead, {said_of(course.sampling)}: {problem}" if problem else ""
@@ -159,7 +166,7 @@ def drawn_rounds(backend: Backend, model: Model, compute: Compute, draw: RoundsD
     """(how a drawn request's rounds differ from what they must be, drafted tokens that they accept), of any model."""
     watched, draft = WatchedBackend(backend), model.spec.draft
     size = min(draw.depths + 1, draft.block_size) if draft else 0
-    block = BlockDraft(size - 1, size, int(draw.chain)) if size else None
+    block = DeviceDraftRequest(size - 1, size, int(draw.chain)) if size else None
     budgets = tuple(sorted(set(draw.budgets))) if block else (0,)
     context = len(prompt) + draw.new_tokens + draw.spare
 
@@ -175,6 +182,8 @@ def drawn_rounds(backend: Backend, model: Model, compute: Compute, draw: RoundsD
     rounds = Rounds(engine, block, budgets)
     turns, again = (Turns(draw.budgets if block else (0,)) for _ in range(2))
     expected = expected_rounds(course, drafted, ask, budgets, again, watched, context)
-    got = decode_rounds(rounds, prompt, draw.new_tokens, lambda _: turns, stops, None, draw.sampling, watch, draw.ahead)
+    got = decode_rounds(
+        rounds, Request(prompt, draw.new_tokens, stop=stops, sampling=draw.sampling), lambda _: turns, emit=watch, ahead=draw.ahead
+    )
     problem = difference(engine, course, expected, got, watch, len(expected.units)) or seen_wrongly(turns, expected)
     return problem, sum(expected.accepted) - len(expected.accepted)

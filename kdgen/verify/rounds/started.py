@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kdgen.drafters.base import BlockDraft
+from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.drafters.dflash import DFlashDrafter
 from kdgen.plan.step import SAMPLED
 from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import Decoder
+from kdgen.runtime.request import Request
 from kdgen.spec.sampling import Sampling
 from kdgen.verify.decoding.course import (
     Ask,
@@ -37,11 +38,11 @@ def accepted_drafts(situation: Situation) -> tuple[str, str]:
 def budgets_in_turn(situation: Situation) -> tuple[str, str]:
     """All budgets in one run, no rounds ahead of their results and several, chains, and none."""
     first, second = situation.greedy
-    chain = BlockDraft(situation.size - 1, situation.size, 1)
-    runs: list[tuple[Prepared, BlockDraft | None, tuple[int, ...], int]]
+    chain = DeviceDraftRequest(situation.size - 1, situation.size, 1)
+    runs: list[tuple[Prepared, DeviceDraftRequest | None, tuple[int, ...], int]]
     runs = [(first, situation.block, BUDGETS, 1), (second, situation.block, (7, 0, 15), 0), (second, chain, (3, 15), 1)]
     if situation.quick:
-        runs += [(first, BlockDraft(2, situation.size), (7,), 1), (second, None, (0,), 1)]
+        runs += [(first, DeviceDraftRequest(2, situation.size), (7,), 1), (second, None, (0,), 1)]
         runs += [(second, situation.block, (7, 0, 15), ahead) for ahead in situation.aheads]
     problem = next((said for run in runs if (said := situation.rounds(*run))), "")
     return problem, f"{len(runs)} decodes: tokens, cache bits, forwards, rounds, nodes, log-probabilities and units recorded as foretold"
@@ -70,7 +71,7 @@ def stops_everywhere(situation: Situation) -> tuple[str, str]:
 
 def to_the_end(situation: Situation) -> tuple[str, str]:
     """Until the context is full. Trees reach beyond it."""
-    engine, short = situation.opened(64), BlockDraft(7, situation.size)  # after one round of it, 8 tokens of room may be full
+    engine, short = situation.opened(64), DeviceDraftRequest(7, situation.size)  # after one round of it, 8 tokens of room may be full
     rooms = ((1, (1,)), (2, (0,)), (3, (1,)), (8, situation.aheads), (14, (1,)))
     for room, aheads in rooms:
         prepared = situation.prepared(situation.subject.prompts[0][: 64 - room])
@@ -97,7 +98,7 @@ def one_decoder(situation: Situation) -> tuple[str, str]:
         (second, tree, 15), (first, tree, 7),
     )  # fmt: skip
     for number, (prepared, drafter, budget) in enumerate(runs):
-        block = BlockDraft(size - 1, size, int(drafter is chain)) if drafter else None
+        block = DeviceDraftRequest(size - 1, size, int(drafter is chain)) if drafter else None
         budget = budget if drafter else 0
         stops = stop if number % 3 == 1 else frozenset[int]()
         ask, course, watch = Ask(NEW_TOKENS, block, 1, stops), prepared.course, Watch(situation.backend)
@@ -105,7 +106,8 @@ def one_decoder(situation: Situation) -> tuple[str, str]:
         expected = expected_rounds(course, prepared.drafted, ask, (budget,), FixedBudget(budget), situation.backend, context)
         units = [(block, *unit, apart and course.sampling.temperature > 0) for unit in expected.units]
         new = [unit for unit in units if unit not in known]
-        got = decoder.decode(course.prompt, NEW_TOKENS, drafter, budget, size, stops, 9, course.sampling, watch)
+        request = Request(course.prompt, NEW_TOKENS, stops, course.sampling, 9, drafter, budget, size)
+        got = decoder.decode(request, emit=watch)
         if problem := difference(engine, course, expected, got, watch, len(new)):
             return f"request {number}, {said_of(course.sampling)}: {problem}", ""
         known += new
