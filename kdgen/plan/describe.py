@@ -41,12 +41,12 @@ def described(kernels: tuple[Kernel, ...], tensors: Iterable[Weight], c: Context
 
 
 def share_headers(kernels: Iterable[Kernel], others: Iterable[Kernel]) -> tuple[Kernel, ...]:
-    """``kernels``, with those of ``others`` in place of the ones that differ from them in nothing but the header."""
+    """``kernels``, with those of ``others`` in place of the ones that are equal to them: a kernel has one header."""
     known = {kernel.name: kernel for kernel in others}
 
     def shared(kernel: Kernel) -> Kernel:
         other = known.get(kernel.name, kernel)
-        return other if replace(kernel, header=()) == replace(other, header=()) else kernel
+        return other if kernel == other else kernel
 
     return tuple(map(shared, kernels))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from kdgen.plan.shard import WHOLE, Shard
@@ -121,7 +121,8 @@ class Kernel:
     blocks take up one tile of rows after another has their number, ``row_tiles``, as a parameter of that name. Where a GPU has clusters, a
     block's threads are divided among the ``cluster`` blocks of one, each of which has ``smem``. A GPU may start a kernel while the one
     before it still runs: ``early`` names the parameters through which it reads or writes before it has waited for that, besides those that
-    are ``__restrict__``, which only the host writes. ``header`` is what its file says of all that (``kdgen.plan.describe``).
+    are ``__restrict__``, which only the host writes. ``header`` is what its file says of
+    all that (``kdgen.plan.describe``); it counts for nothing where kernels are compared.
     """
 
     name: str
@@ -138,7 +139,7 @@ class Kernel:
     parameters: tuple[Parameter, ...] = ()
     group: Group = "norms and rows"
     timing: Timing = "alone"
-    header: tuple[str, ...] = ()
+    header: tuple[str, ...] = field(default=(), compare=False)
 
     def parameter(self, name: str) -> Parameter:
         return next(each for each in self.parameters if each.name == name)

@@ -28,7 +28,7 @@ ONCE = {
 
 def _checked() -> Iterator[Checked]:
     for each in all_checked([load_spec("tiny2")]):
-        full_size = each.spec.name.startswith("k26") or each.spec.name in ("tiny-crowded", "tiny-odd-widths")
+        full_size = each.spec.name.startswith("k26") or each.spec.name in ("tiny-crowded", "tiny-narrow", "tiny-odd-widths")
         if full_size or ((each.spec.name, each.plan.compute) in MODELS and each.plan.shard.whole):
             yield each
 

@@ -80,6 +80,7 @@ def groups() -> Iterator[Group]:
         found = [_group(model, plan, small, "full", seen), _group(model, plan, sliced, "slice", seen)]
         seen += [kernel for group in found for kernel in group.plan.kernels]
         yield from found
+    yield _group(model, shared[-1].on("sm_90a"), ["attention_schedule_of_groups"], "full")
     yield _group(model, build_plan(model, "f32"), ["router_logits", "experts_f32"], "slice")
     wider = _changed(model, "k26-wider", WIDER)
     yield _group(wider, build_plan(wider), ["linear_and_router"], "slice")
@@ -88,6 +89,8 @@ def groups() -> Iterator[Group]:
     crowded, odd = _changed(tiny, "tiny-crowded", CROWDED), _changed(tiny, "tiny-odd-widths", ODD_WIDTHS)
     many = _group(crowded, build_plan(crowded, "bf16"), ["router_topk", "moe_sort", "linear_and_choice", "experts_mma"], "full")
     yield replace(many, tokens=(1, 33))  # more than 1,024 assignments
+    narrow = _changed(crowded, "tiny-narrow", {"hidden_size": 64})  # a block's groups of warps pass over experts
+    yield _group(narrow, build_plan(narrow, "bf16"), ["experts_mma"], "full")
     yield _group(odd, build_plan(odd, "f32"), ["gqa_attention", "gqa_combine", "mla_combine", "rope_cache"], "full")
 
 
