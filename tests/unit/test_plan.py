@@ -29,7 +29,11 @@ SPECS = sorted(path.stem for path in specs_dir().glob("*.yaml"))
 SUBJECTS = [*SPECS, "tiny@2", "tiny-dflash@2", "k26@2", "tiny@2 peer", "k26@8 peer"]
 EVERY = pytest.mark.parametrize(("spec", "compute"), [(spec, compute) for spec in SUBJECTS for compute in ("f32", "bf16")])
 #: Pointer types a tensor of each dtype may be read through; packed MMA fragments are read 16 bytes at a time.
-POINTERS = {"f32": {"float", "float2"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int", "int2"}, "u8": {"unsigned char"}}
+#: Structs of int32 are what one kernel writes for another.
+POINTERS = {
+    "f32": {"float", "float2"}, "bf16": {"bf16", "uint4", "unsigned char"}, "i32": {"int", "int2", "Schedule", "DraftShape"},
+    "u8": {"unsigned char"},
+}  # fmt: skip
 
 
 def build(subject: str, compute: Compute) -> Plan:
