@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
-from kdgen.spec.published import published_config
 from kdgen.spec.published_drafter import published_draft_config
+from kdgen.spec.publishing import published_config
 from kdgen.weights.checkpoint import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

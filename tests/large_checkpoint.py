@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kdgen.runtime.model import shorten
 from kdgen.spec.model import TensorGroup, load_spec
-from kdgen.spec.published import published_config
+from kdgen.spec.publishing import published_config
 from kdgen.weights.random import BF16, INT4_DEVIATION, RandomWeights
 from kdgen.weights.stream import Announced, write_stream
 

@@ -22,7 +22,7 @@ from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.floors import expected_experts
 from kdgen.plan.ir import Group, Kernel, Plan
-from kdgen.plan.ops.attention import CombineAndHeads
+from kdgen.plan.ops.attention_combine import CombineAndHeads
 from kdgen.plan.ops.dense import LinearHeads, LinearMma
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds, budgets_for

@@ -156,7 +156,7 @@ def _told_by_rank_0() -> bool:
     """Whether this process is another rank of a launcher's, which gives all ranks one command line: what is wrong with that is wrong for
     all.
     """
-    from kdgen.ranks.group import place_in
+    from kdgen.ranks.place import place_in
 
     with contextlib.suppress(KdgenError):
         place = place_in(os.environ)
@@ -166,7 +166,8 @@ def _told_by_rank_0() -> bool:
 
 def _tell_rank_0(problem: str) -> None:
     """What is wrong with this rank's command, where rank 0 has found nothing wrong with its own and waits for this one."""
-    from kdgen.ranks.group import joined, place_in
+    from kdgen.ranks.group import joined
+    from kdgen.ranks.place import place_in
 
     with contextlib.suppress(KdgenError, KeyboardInterrupt):
         place = place_in(os.environ)

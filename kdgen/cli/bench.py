@@ -21,7 +21,8 @@ from kdgen.errors import BackendError, KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
-from kdgen.ranks.group import joined, place_in
+from kdgen.ranks.group import joined
+from kdgen.ranks.place import place_in
 from kdgen.runtime.model import random_model
 from kdgen.runtime.pipeline import need_same_plan, open_shard, start_engine
 

@@ -5,127 +5,42 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import click
-import numpy as np
 
-from kdgen import __version__
 from kdgen.backends import backend_names
+from kdgen.cli.generate_report import Run, Timings, report_of, summary
 from kdgen.cli.options import Float, FloatRange, Integer, IntRange
-from kdgen.cli.output import byte_progress, compile_note, emit_json, size_text, status, warn
+from kdgen.cli.output import byte_progress, compile_note, emit_json, status, warn
 from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
-from kdgen.codegen.compile import nvrtc_version
 from kdgen.drafters.base import Drafter
-from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.drafters.ngram import NgramDrafter
-from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
+from kdgen.drafters.by_name import OF_USERS, Making, drafter_called
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
 from kdgen.plan.ops.many_rows import CHUNK_TOKENS
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
-from kdgen.ranks.group import Group, Place, joined, place_in
+from kdgen.ranks.group import Group, joined
+from kdgen.ranks.place import Place, place_in
 from kdgen.ranks.start import own_command, run_ranks
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, same_rows
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.model import open_model, random_model, with_drafter
-from kdgen.runtime.pipeline import Opened, check_plan, context_for, open_engine
+from kdgen.runtime.pipeline import Ranks, check_plan, context_for, open_engine
 from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.text.tokenizer import load_tokenizer
 
 CPU_BUDGET = 15  #: emulated times say nothing about what pays
-DRAFTERS = ("ngram", "replay", "random", "adversarial", "dflash", "none")
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds. ``build`` makes and compiles the kernels, ``load`` the weights; the others are those of the run reported.
-
-    ``prepare`` records rounds as graphs and measures them. ``first_token`` counts from the start of the process; null: not known.
-    """
-
-    build: float
-    load: float
-    prefill: float
-    prepare: float
-    decode: float
-    first_token: float | None
-
-
-@dataclass(frozen=True)
-class BudgetUse:
-    """How many forwards had a tree budget, and the tokens they gave."""
-
-    budget: int
-    forwards: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Versions:
-    kdgen: str
-    python: str
-    numpy: str
-    nvrtc: str | None  #: on the GPU alone
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What was decoded, and how.
-
-    ``acceptance_lengths`` has one entry a draft tree, its root counted; it is empty without drafts. ``target_forwards`` leaves the
-    prompt out. ``exact`` says whether plain decoding gave the same tokens and the same bits in every cache row; null: not asked.
-    ``text`` is that of the tokens, where the prompt was text or --text asked for it.
-    """
-
-    model: str
-    spec: str
-    spec_sha256: str
-    backend: str
-    dtype: Compute
-    prompt_tokens: int
-    draft: str
-    budget: int | Literal["auto"]
-    block_size: int
-    sampling: Sampling
-    tokens: tuple[int, ...]
-    acceptance_lengths: tuple[int, ...]
-    target_forwards: int
-    budgets: tuple[BudgetUse, ...]  #: empty without drafts
-    text: str | None
-    stopped: bool  #: by an end-of-sequence token
-    interrupted: bool  #: by Ctrl-C
-    exact: bool | None
-    timings: Timings
-    versions: Versions
-
-
-@dataclass(frozen=True)
-class _Run:
-    """How to decode; what the options of the command say."""
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stop: tuple[int, ...]
-    draft: str
-    chain: bool
-    error_rate: float
-    budget: int | Literal["auto"]
-    block_size: int
-    chunk: int | None
-    seed: int
-    sampling: Sampling
+DRAFTERS = ("none", *OF_USERS)
 
 
 def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
@@ -158,12 +73,11 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
     default="none",
     show_default=True,
     callback=_drafter_name,
-    help=f"Who proposes draft trees: a published DFlash drafter's folder, or {', '.join(DRAFTERS)}. ngram looks in the text so far;"
-    " replay, random and adversarial are for tests; dflash goes with --random-weights.",
+    help="Who proposes draft trees: a published DFlash drafter's folder; ngram, which looks in the text so far; none. With --random-weights"
+    " also dflash, a drafter with such weights.",
 )
 @click.option("--draft-amplitude", type=FloatRange(min=0, min_open=True), help="Amplitude of a drafter's YaRN, instead of its config's.")
 @click.option("--chain", is_flag=True, help="A DFlash drafter's best token at each depth, and no tree.")
-@click.option("--error-rate", type=FloatRange(0, 1), default=0.0, show_default=True, help="With --draft replay: how often it is wrong.")
 @click.option(
     "--budget",
     metavar="N|auto",
@@ -228,7 +142,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 @click.pass_context
 def command(
     ctx: click.Context, model: str, prompt: str | None, prompt_ids: str | None, chat: bool, system: str | None, as_text: bool,
-    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, error_rate: float, budget: int | Literal["auto"] | None,
+    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, budget: int | Literal["auto"] | None,
     block_size: int,
     backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
     min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
@@ -303,16 +217,16 @@ def command(
             group.need_same(
                 {
                     "--max-new-tokens": max_new_tokens, "end-of-sequence tokens": stop, "--draft": who, "--chain": chain,
-                    "--error-rate": error_rate, "--budget": budget, "--block-size": block_size, "--chunk": chunk, "--seed": seed,
+                    "--budget": budget, "--block-size": block_size, "--chunk": chunk, "--seed": seed,
                     "options of sampling": sampling, "--check-exact": check_exact,
                 }
             )  # fmt: skip
         with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
             say_so = contextlib.nullcontext if rank else compile_note
-            opened = open_engine(opened_model, room, dtype, backend, seed, bar, group, exchange, say_so)
+            opened = open_engine(opened_model, room, dtype, backend, seed, bar, Ranks(group, exchange) if group else None, say_so)
         if budget is None:
             budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
-        run = _Run(tokens, max_new_tokens, stop, draft, chain, error_rate, budget, block_size, chunk, seed, sampling)
+        run = Run(tokens, max_new_tokens, stop, draft, chain, budget, block_size, chunk, seed, sampling)
         interrupted = False
         with contextlib.ExitStack() as waiting:
             say = waiting.enter_context(status())
@@ -328,11 +242,11 @@ def command(
             exact = all(json.loads(each) for each in group.exchange(json.dumps(exact).encode()))  # each compares a cache of its own
         seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
         timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
-        report = _report(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
+        report = report_of(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
         if as_json and not rank:
             emit_json("kdgen.generate/1", report)
         elif not rank:
-            click.echo(_summary(report, opened.engine), err=True)
+            click.echo(summary(report, opened.engine), err=True)
         if interrupted and group:
             raise SystemExit(130)  # out of the block, for the other ranks must hear of it
     ctx.exit(130 if interrupted else 1 if exact is False else 0)
@@ -353,18 +267,18 @@ def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]
     return tokens if group is None else tuple(json.loads(group.exchange(json.dumps(tokens).encode())[0]))
 
 
-def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
+def _decode(engine: Engine, run: Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
     """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too."""
     name = engine.spec.name
     request = Request(run.prompt, run.max_new_tokens, run.stop, run.sampling, run.chunk or 0)
     plain = None
-    if check or run.draft in ("replay", "adversarial"):
+    if check:
         say(f"{name}: decoding plainly first")
         plain = decode_plain(engine, replace(request, chunk=1) if run.draft == "none" else request)
     rows = engine.cache_rows() if check else None
     say(f"{name}: reading the prompt")
     live.begin()
-    drafter = _drafter(run, engine.spec, plain.tokens if plain else ()) if run.draft != "none" else None
+    drafter = _drafter(run, engine.spec)
     budget = 0 if run.budget == "auto" else run.budget
     request = replace(request, drafter=drafter, budget=budget, block_size=run.block_size)
     decoded = Decoder(engine).decode(request, run.budget == "auto", live)
@@ -373,74 +287,9 @@ def _decode(engine: Engine, run: _Run, check: bool, live: Live, say: Callable[[s
     return decoded, decoded.tokens == plain.tokens and same_rows(rows, engine.cache_rows())
 
 
-def _drafter(run: _Run, spec: Spec, continuation: tuple[int, ...]) -> Drafter:
-    truth = (*run.prompt, *continuation)
-    if run.draft == "ngram":
-        return NgramDrafter()
-    if run.draft == "replay":
-        return ReplayDrafter(truth, spec.vocab_size, run.error_rate, run.seed)
-    if run.draft == "adversarial":
-        return AdversarialDrafter(truth, spec.vocab_size, seed=run.seed)
-    if spec.draft is not None:
-        return DFlashDrafter(min(run.block_size, spec.draft.block_size), run.chain)
-    return RandomDrafter(spec.vocab_size, run.seed)
-
-
-def _report(
-    model: str, opened: Opened, run: _Run, decoded: Decoded, timings: Timings, text: str | None, interrupted: bool, exact: bool | None
-) -> Generated:
-    engine = opened.engine
-    on_gpu = engine.backend.name == "cuda"
-    return Generated(
-        model=model,
-        spec=engine.spec.name,
-        spec_sha256=engine.plan.spec_sha256,
-        backend=engine.backend.description,
-        dtype=engine.plan.compute,
-        prompt_tokens=len(run.prompt),
-        draft=run.draft,
-        budget=run.budget,
-        block_size=run.block_size,
-        sampling=run.sampling,
-        tokens=decoded.tokens,
-        acceptance_lengths=decoded.acceptance_lengths,
-        target_forwards=decoded.target_forwards,
-        budgets=_uses(decoded),
-        text=text,
-        stopped=decoded.tokens[-1] in run.stop,
-        interrupted=interrupted,
-        exact=exact,
-        timings=timings,
-        versions=Versions(__version__, platform.python_version(), np.__version__, nvrtc_version() if on_gpu else None),
-    )
-
-
-def _uses(decoded: Decoded) -> tuple[BudgetUse, ...]:
-    forwards, tokens = Counter(decoded.budgets), Counter[int]()
-    for budget, length in zip(decoded.budgets, decoded.acceptance_lengths, strict=False):  # an interrupted run has none
-        tokens[budget] += length
-    return tuple(BudgetUse(budget, forwards[budget], tokens[budget]) for budget in sorted(forwards))
-
-
-def _summary(report: Generated, engine: Engine) -> str:
-    weights = size_text(sum(weight.total_bytes for weight in (*engine.plan.weights, *engine.plan.draft_weights)))
-    times = report.timings
-    forwards = "1 forward" if report.target_forwards == 1 else f"{report.target_forwards} forwards"
-    lines = [
-        f"{report.spec}: {weights} of weights, {report.dtype} on {report.backend}; kernels {times.build:.1f} s, weights {times.load:.1f} s",
-        f"{report.prompt_tokens} prompt tokens in {times.prefill:.3f} s, {len(report.tokens)} new ones in {times.decode:.3f} s"
-        f"{' (end of sequence)' if report.stopped else ' (interrupted)' if report.interrupted else ''}: {forwards}"
-        + (f", {sum(report.acceptance_lengths) / len(report.acceptance_lengths):.2f} tokens each" if report.acceptance_lengths else ""),
-    ]
-    if report.budget == "auto" and report.budgets:
-        lines.append("budgets: " + ", ".join(f"{use.budget} in {use.forwards} forwards" for use in report.budgets))
-    began = []
-    if not report.interrupted and (report.budget == "auto" or times.prepare >= 0.005):  # less shows as 0.00: nothing to record there
-        began.append(f"rounds recorded{' and measured' if report.budget == 'auto' else ''} in {times.prepare:.2f} s")
-    if not report.interrupted and times.first_token is not None:
-        began.append(f"the first token came {times.first_token:.1f} s after the process began")
-    if began:
-        lines.append("; ".join(began))
-    if report.exact is not None:
-        lines.append(f"same tokens and cache bits as plain decoding: {'yes' if report.exact else 'NO'}")
-    return "\n".join(lines)
+def _drafter(run: Run, spec: Spec) -> Drafter | None:
+    if run.draft == "none":
+        return None
+    block_size = min(run.block_size, spec.draft.block_size) if spec.draft else run.block_size
+    name = run.draft if run.draft in OF_USERS else "dflash"  # else it is the folder of one
+    return drafter_called(name, Making(spec.vocab_size, block_size=block_size, chain=run.chain))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kdgen.plan.shard import Exchange
-from kdgen.ranks.group import Place
+from kdgen.ranks.place import Place
 
 
 def agreed_ranks(place: Place | None, tp: int | None, exchange: Exchange | None) -> int:

@@ -45,8 +45,8 @@ from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.errors import KdgenError
 from kdgen.spec.drafter import DraftSpec, no_drafter
 from kdgen.spec.model import Spec, load_spec
-from kdgen.spec.published import published_config
 from kdgen.spec.published_drafter import published_draft_config
+from kdgen.spec.publishing import published_config
 from kdgen.weights.quantize import quantize_model
 
 

@@ -10,7 +10,7 @@ from kdgen.plan.derive import derive, of_larger_limits, op_programs
 from kdgen.plan.describe import described, share_headers
 from kdgen.plan.ir import Buffer, Compute, Family, Limits, Plan
 from kdgen.plan.memory import buffers
-from kdgen.plan.ops.attention import fuses_combine_and_w_uv
+from kdgen.plan.ops.attention_combine import fuses_combine_and_w_uv
 from kdgen.plan.ops.many_rows import TILED_ROWS
 from kdgen.plan.ops.op import Context
 from kdgen.plan.shard import WHOLE, Shard, check_shard, part_of, shares_draft

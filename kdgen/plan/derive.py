@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kdgen.plan.draft_step import Drafter
 from kdgen.plan.ir import MAX_NODES, Gather, Kernel, Launch, Program, Stage
-from kdgen.plan.ops.attention import RowGroupsOp
+from kdgen.plan.ops.attention_schedule import RowGroupsOp
 from kdgen.plan.ops.many_rows import twin_name
 from kdgen.plan.ops.op import Context, Op
 from kdgen.plan.ops.ranks import GatherOp

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kdgen.plan.attention import schedule_bytes, wgmma_blocks
 from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Buffer, DType
-from kdgen.plan.ops.attention import attention_rows, cache_slots, max_splits
+from kdgen.plan.ops.attention import attention_rows, cache_slots
+from kdgen.plan.ops.attention_combine import max_splits
 from kdgen.plan.ops.drafter import draft_splits
 from kdgen.plan.ops.op import Context
 from kdgen.plan.ops.tree import top_k_parts

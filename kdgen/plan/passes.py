@@ -9,19 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kdgen.plan.expert_tiling import has_bf16_router
-from kdgen.plan.ops.attention import (
-    AttentionScheduleOp,
-    CombineAndHeadsOp,
-    MlaAttentionOp,
-    MlaCombineOp,
-    NormAndCacheOp,
-    RopeCacheOp,
-    RowGroup,
-    RowGroupsOp,
-    attention_rows,
-    fuses_combine_and_w_uv,
-    fuses_norm_and_cache,
-)
+from kdgen.plan.ops.attention import MlaAttentionOp, NormAndCacheOp, RopeCacheOp, attention_rows, fuses_norm_and_cache
+from kdgen.plan.ops.attention_combine import CombineAndHeadsOp, MlaCombineOp, fuses_combine_and_w_uv
+from kdgen.plan.ops.attention_schedule import AttentionScheduleOp, RowGroup, RowGroupsOp
 from kdgen.plan.ops.dense import HeadsOp, LinearOp, Sublayer, heads_fit_registers
 from kdgen.plan.ops.drafter import DraftCaptureOp
 from kdgen.plan.ops.experts import MoeCombineOp

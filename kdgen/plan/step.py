@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kdgen.plan.ir import Group
-from kdgen.plan.ops.attention import MlaAttentionOp, MlaCombineOp, RopeCacheOp, kv_a_stride, norm_q_a
+from kdgen.plan.ops.attention import MlaAttentionOp, RopeCacheOp, kv_a_stride, norm_q_a
+from kdgen.plan.ops.attention_combine import MlaCombineOp
 from kdgen.plan.ops.dense import Layer, LinearOp, Sublayer
 from kdgen.plan.ops.experts import ExpertsOp, MoeCombineOp
 from kdgen.plan.ops.logits import ArgmaxOp, SampleOp

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kdgen.plan.draft_step import own_shard
 from kdgen.plan.expert_tiling import has_bf16_router
 from kdgen.plan.ir import ITEM_BYTES, Assembly, Compute, DType, Layout, Part, Weight
 from kdgen.plan.shard import Shard, part_of
 from kdgen.plan.tuning import Mode, mode_of
 from kdgen.spec.model import Spec
+
+Layers = tuple[int, int] | None  #: the first layer that has a tensor, and the one behind the last; None: the model has one
+LAYER, ATTENTION = "model.layers.{i}.", "model.layers.{i}.self_attn."  #: how checkpoint keys of a layer begin
 
 
 def stored_bytes(layout: Layout, dtype: DType, logical: tuple[int, int, int], group_size: int) -> int:
@@ -22,93 +27,113 @@ def stored_bytes(layout: Layout, dtype: DType, logical: tuple[int, int, int], gr
     return batch * rows * cols * ITEM_BYTES[dtype]
 
 
+class _Table:
+    """The target's tensors as they are listed: how each kind of matrix is stored in one mode, and which part of it a rank takes."""
+
+    def __init__(self, spec: Spec, mode: Mode, shard: Shard) -> None:
+        self.spec, self.mode, self.found = spec, mode, list[Weight]()
+        self.rows_part = None if shard.whole else Part(0, shard.rank, shard.ranks)
+        self.cols_part = None if shard.whole else Part(1, shard.rank, shard.ranks)
+        self.fast = mode.compute == "bf16"
+        self.layout: Layout = "mma_a" if self.fast else "k_major"
+        self.dtype: DType = "f32" if mode.weight == "float" else "bf16"
+
+    def add(self, weight: Weight) -> None:
+        self.found.append(replace(weight, stored_bytes=stored_bytes(weight.layout, weight.dtype, weight.logical, weight.group_size)))
+
+    def stored(
+        self, name: str, assembly: Assembly, dtype: DType, logical: tuple[int, int, int], source: str,
+        layers: Layers = None, part: Part | None = None,
+    ) -> None:  # fmt: skip
+        """A matrix as the checkpoint has it, row by row."""
+        self.add(Weight(name, dtype, logical, assembly, "row_major", (source,), 0, layers, part=part))
+
+    def vector(self, name: str, width: int, *sources: str, layers: Layers = None) -> None:
+        self.add(Weight(name, "f32", (1, 1, width), "concat" if len(sources) > 1 else "single", "row_major", sources, 0, layers))
+
+    def matrix(self, name: str, rows: int, cols: int, *sources: str, layers: Layers = None, part: Part | None = None) -> None:
+        assembly: Assembly = "concat" if len(sources) > 1 else "single"
+        self.add(Weight(name, self.dtype, (1, rows, cols), assembly, self.layout, sources, 0, layers, part=part))
+
+    def per_head(self, name: str, assembly: Assembly, logical: tuple[int, int, int], layers: Layers) -> None:
+        """One matrix a head, cut out of kv_b_proj."""
+        source = f"{ATTENTION}kv_b_proj.weight"
+        self.add(Weight(name, self.dtype, logical, assembly, self.layout, (source,), 0, layers, part=self.rows_part))
+
+    def swiglu(self, prefix: str, key: str, width: int, layers: Layers) -> None:
+        gate, up, down = (f"{LAYER}mlp.{key}{part}_proj.weight" for part in ("gate", "up", "down"))
+        logical, tile = (1, 2 * width, self.spec.hidden_size), 8 if self.fast else width
+        self.add(
+            Weight(
+                f"{prefix}gate_up_proj", self.dtype, logical, "gate_up", self.layout, (gate, up), 0, layers, tile, part=self.rows_part,
+            )
+        )  # fmt: skip
+        self.matrix(f"{prefix}down_proj", self.spec.hidden_size, width, down, layers=layers, part=self.cols_part)
+
+    def experts(self, layers: Layers) -> None:
+        spec, experts, width = self.spec, self.spec.n_routed_experts or 0, self.spec.moe_intermediate_size
+        group = spec.quantization.group_size if spec.quantization else 0
+        layout: Layout = ("int4_mma_a" if self.fast else "int4_k_major") if group else self.layout
+        dtype: DType = "u8" if group else self.dtype
+        gate, up, down = (f"{LAYER}mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        both, tile = (experts, 2 * width, spec.hidden_size), 8 if self.fast else width
+        self.add(Weight("experts_gate_up", dtype, both, "experts_gate_up", layout, (gate, up), 0, layers, tile, group, self.rows_part))
+        back = experts, spec.hidden_size, width
+        self.add(Weight("experts_down", dtype, back, "experts", layout, (down,), 0, layers, 0, group, self.cols_part))
+
+
 def weights(whole: Spec, mode: Mode, shard: Shard) -> tuple[Weight, ...]:
     """Every device tensor of a rank's part of ``whole`` in ``mode``."""
     spec = part_of(whole, shard.ranks)
-    rows_part, cols_part = (None, None) if shard.whole else (Part(0, shard.rank, shard.ranks), Part(1, shard.rank, shard.ranks))
-    fast = mode.compute == "bf16"
-    matrix_layout: Layout = "mma_a" if fast else "k_major"
-    matrix_dtype: DType = "f32" if mode.weight == "float" else "bf16"
-    every, dense, moe = (0, spec.num_hidden_layers), (0, spec.first_k_dense_replace), spec.moe_layers
-    hidden, heads = spec.hidden_size, spec.num_attention_heads
-    found: list[Weight] = []
-
-    def add(
-        name: str, assembly: Assembly, layout: Layout, dtype: DType, logical: tuple[int, int, int], *sources: str,
-        layers: tuple[int, int] | None = None, gate_up_tile: int = 0, group_size: int = 0, part: Part | None = None,
-    ) -> None:  # fmt: skip
-        size = stored_bytes(layout, dtype, logical, group_size)
-        found.append(Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, group_size, part))
-
-    def vector(name: str, width: int, *sources: str, layers: tuple[int, int] | None = None) -> None:
-        add(name, "concat" if len(sources) > 1 else "single", "row_major", "f32", (1, 1, width), *sources, layers=layers)
-
-    def matrix(
-        name: str, rows: int, cols: int, *sources: str, layers: tuple[int, int] | None = None, part: Part | None = None
-    ) -> None:  # fmt: skip
-        assembly: Assembly = "concat" if len(sources) > 1 else "single"
-        add(name, assembly, matrix_layout, matrix_dtype, (1, rows, cols), *sources, layers=layers, part=part)
-
-    def swiglu(prefix: str, key: str, width: int, layers: tuple[int, int]) -> None:
-        gate, up, down = (f"model.layers.{{i}}.mlp.{key}{part}_proj.weight" for part in ("gate", "up", "down"))
-        tile = 8 if fast else width
-        logical = (1, 2 * width, hidden)
-        add(
-            f"{prefix}gate_up_proj", "gate_up", matrix_layout, matrix_dtype, logical, gate, up, layers=layers, gate_up_tile=tile,
-            part=rows_part,
-        )  # fmt: skip
-        matrix(f"{prefix}down_proj", hidden, width, down, layers=layers, part=cols_part)
-
-    embed = "model.embed_tokens.weight"
+    table, embed = _Table(spec, mode, shard), "model.embed_tokens.weight"
     embed_dtype: DType = "f32" if spec.dtype == "float32" else "bf16"
-    add("embed_tokens", "single", "row_major", embed_dtype, (1, spec.vocab_size, hidden), embed, part=rows_part)
-    vector("norm", hidden, "model.norm.weight")
-    matrix("lm_head", spec.vocab_size, hidden, embed if spec.tie_word_embeddings else "lm_head.weight", part=rows_part)
+    table.stored("embed_tokens", "single", embed_dtype, (1, spec.vocab_size, spec.hidden_size), embed, part=table.rows_part)
+    table.vector("norm", spec.hidden_size, "model.norm.weight")
+    head = embed if spec.tie_word_embeddings else "lm_head.weight"
+    table.matrix("lm_head", spec.vocab_size, spec.hidden_size, head, part=table.rows_part)
+    _attention(table)
+    if spec.first_k_dense_replace:
+        table.swiglu("", "", spec.intermediate_size, (0, spec.first_k_dense_replace))
+    if spec.has_moe:
+        _moe(table)
+    return tuple(table.found)
 
-    layer, attn = "model.layers.{i}.", "model.layers.{i}.self_attn."
-    vector("input_layernorm", hidden, f"{layer}input_layernorm.weight", layers=every)
-    vector("post_attention_layernorm", hidden, f"{layer}post_attention_layernorm.weight", layers=every)
-    vector("kv_a_layernorm", spec.kv_lora_rank, f"{attn}kv_a_layernorm.weight", layers=every)
-    kv_a, kv_b = f"{attn}kv_a_proj_with_mqa", f"{attn}kv_b_proj.weight"
+
+def _attention(table: _Table) -> None:
+    spec, every = table.spec, (0, table.spec.num_hidden_layers)
+    hidden, heads, rows_part = spec.hidden_size, spec.num_attention_heads, table.rows_part
+    table.vector("input_layernorm", hidden, f"{LAYER}input_layernorm.weight", layers=every)
+    table.vector("post_attention_layernorm", hidden, f"{LAYER}post_attention_layernorm.weight", layers=every)
+    table.vector("kv_a_layernorm", spec.kv_lora_rank, f"{ATTENTION}kv_a_layernorm.weight", layers=every)
+    q_a, kv_a = f"{ATTENTION}q_a_proj", f"{ATTENTION}kv_a_proj_with_mqa"
     if spec.q_lora_rank is None:
-        matrix("q_proj", heads * spec.qk_head_dim, hidden, f"{attn}q_proj.weight", layers=every, part=rows_part)
-        matrix("kv_a_proj", spec.cache_row_dim, hidden, f"{kv_a}.weight", layers=every)
+        table.matrix("q_proj", heads * spec.qk_head_dim, hidden, f"{ATTENTION}q_proj.weight", layers=every, part=rows_part)
+        table.matrix("kv_a_proj", spec.cache_row_dim, hidden, f"{kv_a}.weight", layers=every)
         if spec.attention_bias:
-            vector("kv_a_proj_bias", spec.cache_row_dim, f"{kv_a}.bias", layers=every)
+            table.vector("kv_a_proj_bias", spec.cache_row_dim, f"{kv_a}.bias", layers=every)
     else:
         rows = spec.q_lora_rank + spec.cache_row_dim
-        vector("q_a_layernorm", spec.q_lora_rank, f"{attn}q_a_layernorm.weight", layers=every)
-        matrix("q_a_kv_a_proj", rows, hidden, f"{attn}q_a_proj.weight", f"{kv_a}.weight", layers=every)
-        matrix("q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank, f"{attn}q_b_proj.weight", layers=every, part=rows_part)
+        table.vector("q_a_layernorm", spec.q_lora_rank, f"{ATTENTION}q_a_layernorm.weight", layers=every)
+        table.matrix("q_a_kv_a_proj", rows, hidden, f"{q_a}.weight", f"{kv_a}.weight", layers=every)
+        table.matrix("q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank, f"{ATTENTION}q_b_proj.weight", layers=every, part=rows_part)
         if spec.attention_bias:
-            vector("q_a_kv_a_proj_bias", rows, f"{attn}q_a_proj.bias", f"{kv_a}.bias", layers=every)
-    uk, uv = (heads, spec.kv_lora_rank, spec.qk_nope_head_dim), (heads, spec.v_head_dim, spec.kv_lora_rank)
-    add("w_uk_absorb", "w_uk", matrix_layout, matrix_dtype, uk, kv_b, layers=every, part=rows_part)
-    add("w_uv_absorb", "w_uv", matrix_layout, matrix_dtype, uv, kv_b, layers=every, part=rows_part)
-    matrix("o_proj", hidden, heads * spec.v_head_dim, f"{attn}o_proj.weight", layers=every, part=cols_part)
+            table.vector("q_a_kv_a_proj_bias", rows, f"{q_a}.bias", f"{kv_a}.bias", layers=every)
+    table.per_head("w_uk_absorb", "w_uk", (heads, spec.kv_lora_rank, spec.qk_nope_head_dim), every)
+    table.per_head("w_uv_absorb", "w_uv", (heads, spec.v_head_dim, spec.kv_lora_rank), every)
+    table.matrix("o_proj", hidden, heads * spec.v_head_dim, f"{ATTENTION}o_proj.weight", layers=every, part=table.cols_part)
     if spec.attention_bias:
-        vector("o_proj_bias", hidden, f"{attn}o_proj.bias", layers=every)
+        table.vector("o_proj_bias", hidden, f"{ATTENTION}o_proj.bias", layers=every)
 
-    if spec.first_k_dense_replace:
-        swiglu("", "", spec.intermediate_size, dense)
-    if spec.has_moe:
-        experts, width = spec.n_routed_experts or 0, spec.moe_intermediate_size
-        router_dtype: DType = "bf16" if has_bf16_router(spec, mode) else "f32"
-        add("router", "single", "row_major", router_dtype, (1, experts, hidden), f"{layer}mlp.gate.weight", layers=moe)
-        if spec.has_router_bias:
-            vector("router_bias", experts, f"{layer}mlp.gate.e_score_correction_bias", layers=moe)
-        group = spec.quantization.group_size if spec.quantization else 0
-        layout: Layout = ("int4_mma_a" if fast else "int4_k_major") if group else matrix_layout
-        dtype: DType = "u8" if group else matrix_dtype
-        gate, up, down = (f"{layer}mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        add(
-            "experts_gate_up", "experts_gate_up", layout, dtype, (experts, 2 * width, hidden), gate, up, layers=moe,
-            gate_up_tile=8 if fast else width, group_size=group, part=rows_part,
-        )  # fmt: skip
-        add("experts_down", "experts", layout, dtype, (experts, hidden, width), down, layers=moe, group_size=group, part=cols_part)
-        if spec.shared_intermediate_size:
-            swiglu("shared_", "shared_experts.", spec.shared_intermediate_size, moe)
-    return tuple(found)
+
+def _moe(table: _Table) -> None:
+    spec, layers, experts = table.spec, table.spec.moe_layers, table.spec.n_routed_experts or 0
+    router_dtype: DType = "bf16" if has_bf16_router(spec, table.mode) else "f32"
+    table.stored("router", "single", router_dtype, (1, experts, spec.hidden_size), f"{LAYER}mlp.gate.weight", layers=layers)
+    if spec.has_router_bias:
+        table.vector("router_bias", experts, f"{LAYER}mlp.gate.e_score_correction_bias", layers=layers)
+    table.experts(layers)
+    if spec.shared_intermediate_size:
+        table.swiglu("shared_", "shared_experts.", spec.shared_intermediate_size, layers)
 
 
 def draft_weights(spec: Spec, compute: Compute, shard: Shard) -> tuple[Weight, ...]:

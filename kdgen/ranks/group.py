@@ -3,11 +3,15 @@
 Every rank runs the same program with its part of the model, so that all come to the same tokens; what they exchange while they decode
 goes through their backends. The connections here are for what comes before (who is where, handles) and for failures: a rank that
 fails or dies is known to all others at once, and none outlives it by more than a few seconds.
+
+No library does this for us. mpi4py needs an MPI installation, and a rank that hangs makes the others wait for ever. pyzmq connects again
+by itself when a peer is gone and does not say so, so that heartbeats, the meeting and the end would still be ours. gRPC tells of a lost
+peer by its keepalive, but needs a server and generated code for three messages. NCCL has no ranks without GPUs and learns of a lost one by
+a timeout. The store of torch.distributed would do, and needs torch.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import json
@@ -18,132 +22,19 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kdgen import __version__
 from kdgen.errors import BackendError, KdgenError
+from kdgen.ranks.place import Place
+from kdgen.ranks.sockets import listener, receive, send
 
-JOIN_SECONDS = 120.0  #: how long ranks wait for each other at the start, where KDGEN_JOIN_SECONDS does not say otherwise
 NOTICE_SECONDS = 5.0  #: after which they say what they wait for
 EXCHANGE_SECONDS = 600.0  #: and later, where a rank may have gigabytes to load first
 BEAT_SECONDS = 1.0  #: how often a rank tells the others that it is there
 QUIET_SECONDS = 8.0  #: after which one that tells nothing counts as lost
 GRACE_SECONDS = 3.0  #: how long a rank may take to end by itself once another one is lost
-DEFAULT_PORT = 29611
-_MAX_FRAME = 1 << 24
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands among the ranks. ``host`` and ``port`` are where rank 0 listens, ``token`` is the job's.
-
-    ``parent`` is the process that has started the ranks and must not end before them; 0: whoever did sees to them itself. ``seconds``
-    is how long ranks wait for each other at the start.
-    """
-
-    rank: int
-    ranks: int
-    local_rank: int
-    host: str
-    port: int
-    token: str = ""
-    parent: int = 0
-    seconds: float = JOIN_SECONDS
-
-
-def place_in(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process: torchrun's variables, Open MPI's, MPICH's or Slurm's; None when there is no other rank.
-
-    Raises KdgenError for variables that are no numbers, contradict each other or are half of a launcher's, or where rank 0 cannot be found.
-    """
-    launcher = next((each for each in _LAUNCHERS if each.rank in environment and each.ranks in environment), None)
-    if launcher is None:
-        _need_no_half(environment)
-        return None
-    rank, ranks = _number(environment, launcher.rank), _number(environment, launcher.ranks)
-    if ranks == 1:
-        return None
-    if not 0 <= rank < ranks:
-        raise KdgenError(f"{launcher.rank} is {rank} and {launcher.ranks} is {ranks}: ranks count from 0")
-    host = environment.get("MASTER_ADDR", "")
-    if not host:
-        if not _on_one_host(environment, launcher, ranks):
-            raise KdgenError(f"{ranks} ranks on several hosts: set MASTER_ADDR to the host of rank 0")
-        host = "127.0.0.1"
-    job = environment.get("KDGEN_JOB", "")
-    if "KDGEN_PORT" in environment:
-        port = _number(environment, "KDGEN_PORT")
-    elif "MASTER_PORT" in environment:
-        port = _number(environment, "MASTER_PORT") + 1  # torchrun listens on its own
-    else:
-        job = job or ".".join(environment[name] for name in launcher.job if name in environment)
-        port = (
-            DEFAULT_PORT + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 3000
-        )  # of nothing 0; below the ports that systems give out
-    if not 0 < port < 65536:
-        raise KdgenError(f"port {port} for the ranks' connections does not exist: set KDGEN_PORT")
-    parent = _number(environment, "KDGEN_PARENT") if "KDGEN_PARENT" in environment else 0
-    seconds = _number(environment, "KDGEN_JOIN_SECONDS") if "KDGEN_JOIN_SECONDS" in environment else JOIN_SECONDS
-    if seconds < 1:
-        raise KdgenError("the environment variable KDGEN_JOIN_SECONDS is 0: ranks need at least a second to meet")
-    return Place(rank, ranks, _local_rank(environment, launcher, rank), host, port, job, parent, seconds)
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """Names of environment variables: a process's rank and their number, the same two of those on its host, and what tells its job from
-    others that the host may run at the same time. A launcher without one of the last has an empty name."""
-
-    rank: str
-    ranks: str
-    local_rank: str
-    local_ranks: str = ""
-    job: tuple[str, ...] = ()
-
-
-_LAUNCHERS = (
-    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", job=("SLURM_JOB_ID", "SLURM_STEP_ID")),
-)
-
-
-def _local_rank(environment: Mapping[str, str], launcher: _Launcher, rank: int) -> int:
-    """The rank on its host by ``launcher``, or by another that has given this process the same place among as many, as Slurm has where it
-    speaks PMI or a script has set RANK from its variables; ``rank`` where none says."""
-    place = (environment[launcher.rank], environment[launcher.ranks])
-    same = [each for each in _LAUNCHERS if (environment.get(each.rank), environment.get(each.ranks)) == place]
-    return next((_number(environment, each.local_rank) for each in (launcher, *same) if each.local_rank in environment), rank)
-
-
-def _on_one_host(environment: Mapping[str, str], launcher: _Launcher, ranks: int) -> bool:
-    """By the number of ranks here, where ``launcher`` gives it; else by Slurm's nodes, a step's before its whole job's."""
-    if launcher.local_ranks in environment:
-        return _number(environment, launcher.local_ranks) == ranks
-    return environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1"
-
-
-def _need_no_half(environment: Mapping[str, str]) -> None:
-    """Raises KdgenError when there is a rank without their number, or the other way round. Slurm gives a batch script, which is no step
-    of several tasks, a rank alone."""
-    for each in _LAUNCHERS:
-        here, missing = (each.rank, each.ranks) if each.rank in environment else (each.ranks, each.rank)
-        if here in environment and here != "SLURM_PROCID":
-            raise KdgenError(
-                f"the environment variable {here} is set and {missing} is not: ranks have both; set {missing}, or unset {here} for one rank"
-            )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdecimal()) or len(text) > 12:
-        raise KdgenError(f"the environment variable {name} is {text!r}, no number")
-    return int(text)
 
 
 class Group:
@@ -177,11 +68,11 @@ class Group:
         try:
             if self.rank:
                 peer = self._peers[0]
-                _send(peer.talk, [data])
-                return _receive(peer.talk)
-            found = [data] + [_receive(self._peers[rank].talk)[0] for rank in range(1, self.ranks)]
+                send(peer.talk, [data])
+                return receive(peer.talk)
+            found = [data] + [receive(self._peers[rank].talk)[0] for rank in range(1, self.ranks)]
             for peer in self._peers.values():
-                _send(peer.talk, found)
+                send(peer.talk, found)
             return found
         except (OSError, ValueError) as error:
             deadline = time.monotonic() + BEAT_SECONDS
@@ -233,21 +124,21 @@ class Group:
     def _accept(self, wait: _Wait) -> None:
         place = self.place
         try:
-            listener = _listener(place.host, place.port, 2 * self.ranks)
+            server = listener(place.host, place.port, 2 * self.ranks)
         except OSError as error:
             # create_server puts the address into strerror
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
             raise KdgenError(f"rank 0 cannot listen on {place.host} port {place.port}: {why}; set KDGEN_PORT to a free one") from None
         waiting: dict[tuple[int, str], socket.socket] = {}
-        with listener:
+        with server:
             while len(waiting) < 2 * (self.ranks - 1):
                 missing = named(sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting}))
                 wait.say(f"{missing} at {place.host} port {place.port}")
                 if wait.over:
                     raise KdgenError(f"{missing} of {self.ranks} did not come in {place.seconds:.0f} s; KDGEN_JOIN_SECONDS gives them more")
-                listener.settimeout(0.2)
+                server.settimeout(0.2)
                 try:
-                    connection, _ = listener.accept()
+                    connection, _ = server.accept()
                 except TimeoutError:
                     continue
                 connection.settimeout(5.0)
@@ -261,16 +152,16 @@ class Group:
             self._peers[rank] = _Peer(waiting[rank, "talk"], waiting[rank, "life"])
 
     def _greeted(self, connection: socket.socket) -> tuple[int, str]:
-        hello = json.loads(_receive(connection)[0])
+        hello = json.loads(receive(connection)[0])
         if not isinstance(hello, dict) or hello.get("job") != self.place.token:
             raise ValueError("a stranger")
         if (hello.get("kdgen"), hello.get("ranks")) != (__version__, self.ranks):
-            _send(connection, [f"rank 0 runs kdgen {__version__} with {self.ranks} ranks".encode()])
+            send(connection, [f"rank 0 runs kdgen {__version__} with {self.ranks} ranks".encode()])
             raise ValueError("another version, or other ranks")
         rank, kind = hello.get("rank"), hello.get("kind")
         if not isinstance(rank, int) or not 0 < rank < self.ranks or kind not in ("talk", "life"):
             raise ValueError("no such rank")
-        _send(connection, [b""])
+        send(connection, [b""])
         connection.settimeout(EXCHANGE_SECONDS)
         return rank, kind
 
@@ -281,8 +172,8 @@ class Group:
             while True:
                 try:
                     connection = socket.create_connection((self.place.host, self.place.port), timeout=5.0)
-                    _send(connection, [json.dumps(hello).encode()])
-                    refusal = _receive(connection)[0].decode()
+                    send(connection, [json.dumps(hello).encode()])
+                    refusal = receive(connection)[0].decode()
                     break
                 except (OSError, ValueError) as error:
                     wait.say(f"rank 0 at {where}")
@@ -343,12 +234,12 @@ class Group:
     def _tell(self, peer: _Peer, kind: bytes, reason: str = "") -> None:
         """A frame on a life line, whole, whichever thread sends another one."""
         with self._telling, contextlib.suppress(OSError):
-            _send(peer.life, [kind, reason.encode()])
+            send(peer.life, [kind, reason.encode()])
 
     def _news(self, rank: int) -> str | None:
         """What a life line says: None for a farewell, else why the job cannot go on; empty where it can."""
         try:
-            kind, *reason = _receive(self._peers[rank].life)
+            kind, *reason = receive(self._peers[rank].life)
         except (OSError, ValueError):
             return f"rank {rank} is gone"
         if kind in (b"bye", b"here"):
@@ -447,45 +338,6 @@ def _go_on_without_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT))
-
-
-def _listener(host: str, port: int, backlog: int) -> socket.socket:
-    """On this host alone where ``host`` is a name for it; else on all addresses, for others may know it by one of either version."""
-    if host in ("127.0.0.1", "localhost"):
-        return socket.create_server((host, port), backlog=backlog)
-    if host == "::1" or not socket.has_dualstack_ipv6():
-        return socket.create_server((host if host == "::1" else "", port), family=_family(host), backlog=backlog)
-    return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:
-    text = json.dumps([base64.b64encode(part).decode() for part in parts]).encode()
-    connection.sendall(len(text).to_bytes(4, "little") + text)
-
-
-def _receive(connection: socket.socket) -> list[bytes]:
-    """Raises OSError when the connection ends, ValueError for what is no frame."""
-    length = int.from_bytes(_exactly(connection, 4), "little")
-    if length > _MAX_FRAME:
-        raise ValueError("no frame of a rank")
-    parts = json.loads(_exactly(connection, length))
-    if not isinstance(parts, list) or not parts or not all(isinstance(part, str) for part in parts):
-        raise ValueError("no frame of a rank")
-    return [base64.b64decode(part) for part in parts]
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise ConnectionError("the other end is closed")
-        found += part
-    return bytes(found)
 
 
 @contextlib.contextmanager

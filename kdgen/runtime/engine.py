@@ -13,48 +13,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
+from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
 from kdgen.drafters.base import DeviceDraftRequest, DraftLogits, Proposal
 from kdgen.errors import KdgenError, LogitsError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
-from kdgen.plan.ir import ITEM_BYTES, MAX_CANDIDATES, MAX_NODES, MAX_PATH, Arg, Extent, Plan, Program, RowKind
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Plan, RowKind
 from kdgen.plan.ops.many_rows import twin_name
 from kdgen.plan.step import SAMPLED
+from kdgen.runtime.memory import Memory
 from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.weights.pack import PackedWeights, numpy_dtype
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A launch with its arguments resolved to device addresses; None stands for its rows."""
-
-    rows: RowKind
-    kernel: str
-    grid: tuple[Extent, Extent, Extent]
-    block: int
-    smem: int
-    args: tuple[Argument | None, ...]
-
-    def at(self, rows: int, context: int, sequences: int, processors: int) -> Launch:
-        x, y, z = (extent.value(rows, context, sequences, processors) for extent in self.grid)
-        return Launch(self.kernel, (x, y, z), self.block, self.smem, tuple(rows if arg is None else arg for arg in self.args))
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """A gather with its buffers resolved."""
-
-    rows: RowKind
-    name: str
-    source: Pointer
-    target: Pointer
-    row_bytes: int
-
-    def at(self, rows: int, context: int, sequences: int, processors: int) -> AllGather:
-        return AllGather(self.name, self.source, self.target, rows * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -101,22 +72,14 @@ class Engine:
     ) -> None:
         self.spec, self.backend, self._plan = spec, backend, plan
         self._name = weights.where or spec.name  # for messages
-        self._weights = self._load_weights(weights, draft_weights, progress)
-        self._buffers: dict[str, DeviceArray] = {}
-        self._everywhere: dict[str, DeviceArray] = {}  # addresses of a buffer on every rank
-        for each in plan.buffers:
-            if each.role == "inbox":
-                self._buffers[each.name], self._everywhere[each.name] = backend.inbox(each.shape, each.dtype)
-            else:
-                self._buffers[each.name] = backend.empty(each.shape, each.dtype)
-            if each.role == "counter":
-                self._write(each.name, np.zeros(each.shape, numpy_dtype(each.dtype)))
+        self._memory = Memory(plan, backend, weights, draft_weights, progress)
+        self._buffers = self._memory.buffers
         for prefix, rotated in (("", spec), ("draft_", spec.draft)):
             if rotated is not None:
                 cos, sin = rope_tables(rotated, plan.limits.capacity)
                 self._write(f"{prefix}cos_table", cos)
                 self._write(f"{prefix}sin_table", sin)
-        self._programs = {p.name: self._resolve(p) for p in plan.programs}
+        self._programs = {p.name: self._memory.bind(p) for p in plan.programs}
         self._seen: set[tuple[str, int, int, int, int | None]] = set()
         self._replays: dict[tuple[str, int, int, int, int | None], Replay] = {}
         self._lengths = [0] * plan.limits.max_sequences
@@ -283,7 +246,7 @@ class Engine:
             )
 
     def _write(self, buffer: str, values: NDArray[np.generic]) -> None:
-        self.backend.write(self._buffers[buffer], np.ascontiguousarray(values))
+        self._memory.write(buffer, values)
 
     def _write_step(self, sequences: Sequence[int]) -> None:
         most = self._plan.limits.max_sequences
@@ -402,52 +365,3 @@ class Engine:
                 return
             self._replays[kind] = self.backend.record(work)
         self._replays[kind]()
-
-    def _resolve(self, program: Program) -> tuple[_Step | _Collective, ...]:
-        kernels, gathers = {k.name: k for k in self.plan.kernels}, {g.name: g for g in self.plan.gathers}
-        steps: list[_Step | _Collective] = []
-        for launch, layer in program.launches():
-            if gather := gathers.get(launch.kernel):
-                source, target = Pointer(self._buffers[gather.source]), Pointer(self._buffers[gather.target])
-                steps.append(_Collective(launch.rows, gather.name, source, target, gather.row_bytes))
-                continue
-            kernel = kernels[launch.kernel]
-            args = tuple(self._argument(arg, layer) for arg in launch.in_order(kernel))
-            steps.append(_Step(launch.rows, kernel.name, kernel.grid, kernel.block, kernel.smem, args))
-        return tuple(steps)
-
-    def _argument(self, arg: Arg, layer: int) -> Argument | None:
-        if arg.kind == "rows":
-            return None
-        if arg.kind == "int":
-            return arg.value
-        if arg.kind == "ranks":
-            return Pointer(self._everywhere[arg.name])
-        if arg.kind == "weight":
-            return Pointer(self._weights[arg.name], arg.value)
-        if arg.kind == "layer_weight":
-            return Pointer(self._weights[f"layers.{layer + arg.value}.{arg.name}"])
-        array = self._buffers[arg.name]
-        return Pointer(array, layer * array.nbytes // array.shape[0] if arg.kind == "layer_buffer" else arg.value)
-
-    def _load_weights(
-        self, weights: PackedWeights, draft_weights: PackedWeights, progress: Callable[[int, int], None] | None
-    ) -> dict[str, DeviceArray]:
-        weights.check(self.plan)
-        wanted = [(weight, weights) for weight in self.plan.weights] + [(weight, draft_weights) for weight in self.plan.draft_weights]
-        total, done = sum(weight.total_bytes for weight, _ in wanted), 0
-        if progress:
-            progress(done, total)
-        loaded = {}
-        for weight, source in wanted:
-            for layer in range(*weight.layers) if weight.layers else (0,):
-                array = self.backend.empty((weight.stored_bytes // ITEM_BYTES[weight.dtype],), weight.dtype)
-                at = 0
-                for part in source.parts(weight, layer):
-                    self.backend.write(array, part, at)
-                    at += part.size
-                    done += part.nbytes
-                    if progress:
-                        progress(done, total)
-                loaded[weight.device_name(layer)] = array
-        return loaded

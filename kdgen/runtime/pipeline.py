@@ -37,6 +37,14 @@ class Opened:
     load_seconds: float
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a model, and how they exchange partial results (None: the best way that they have)."""
+
+    group: Group
+    exchange: Exchange | None = None
+
+
 def context_for(spec: Spec, prompt_tokens: int, new_tokens: int, context: int | None = None) -> int:
     """The context to plan for: ``context``, or what prompt and new tokens need, as far as the model's positions go.
 
@@ -56,26 +64,24 @@ def open_engine(
     backend: str | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    group: Group | None = None,
-    exchange: Exchange | None = None,
+    ranks: Ranks | None = None,
     compiling: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Opened:
-    """Plan, compile (through the cache) and load ``model``, or this rank's part of it where there is a ``group`` of them, by ``exchange``
-    or the best one that they have. ``progress`` is called with bytes of weights done and in all, ``compiling`` is entered while kernels
-    compile (``Backend.compiling``).
+    """Plan, compile (through the cache) and load ``model``, or this rank's part of it where there are ``ranks``.
 
+    ``progress`` is called with bytes of weights done and in all, ``compiling`` is entered while kernels compile (``Backend.compiling``).
     Raises KdgenError when ``compute`` is not what the weights are packed for or the plan cannot be made, BackendError when the
     backend cannot run or memory is short, WeightError for damaged weights.
     """
     _need_compute(model, compute)
-    opened, shard = open_shard(group, backend, seed, exchange)
+    opened, shard = open_shard(ranks.group if ranks else None, backend, seed, ranks.exchange if ranks else None)
     opened.compiling = compiling
     limits = limits_for(model, context, compute, shard, opened.family)
     plan = build_plan(model.spec, compute or model.compute, limits, shard)
-    if group is not None:
-        need_same_plan(group, plan)
+    if ranks is not None:
+        need_same_plan(ranks.group, plan)
         drafters = model.weights if model.draft_weights is None else model.draft_weights
-        group.need_same({"weights": _digest(plan.weights, model.weights), "drafter's weights": _digest(plan.draft_weights, drafters)})
+        ranks.group.need_same({"weights": _digest(plan.weights, model.weights), "drafter's weights": _digest(plan.draft_weights, drafters)})
     began = time.perf_counter()
     loading = began
 

@@ -14,7 +14,6 @@ Where families differ, as transformers' modelling code has it:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,10 +95,10 @@ _COPIED = keys(
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim",
     "v_head_dim intermediate_size rms_norm_eps max_position_embeddings hidden_act attention_bias rope_interleave tie_word_embeddings",
 )
-_MOE = keys("n_routed_experts moe_intermediate_size num_experts_per_tok n_shared_experts routed_scaling_factor norm_topk_prob")
+MOE_KEYS = keys("n_routed_experts moe_intermediate_size num_experts_per_tok n_shared_experts routed_scaling_factor norm_topk_prob")
 _READ = frozenset(FIXED).union(
     _COPIED,
-    _MOE,
+    MOE_KEYS,
     keys("model_type dtype torch_dtype rope_theta rope_scaling rope_parameters first_k_dense_replace mlp_layer_types n_group"),
     keys("topk_group topk_method scoring_func bos_token_id eos_token_id quantization_config num_key_value_heads num_local_experts"),
     keys("qk_head_dim"),
@@ -225,7 +224,7 @@ def read_dtype(configs: Sequence[Reader], origins: Origins) -> Any:
 
 def _layers(config: Reader, family: str, origins: Origins) -> dict[str, Any]:
     """Which layers are dense, and the routed experts of the others."""
-    out: dict[str, Any] = {key: config.get(key) for key in _MOE if key in config.values}
+    out: dict[str, Any] = {key: config.get(key) for key in MOE_KEYS if key in config.values}
     layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace")
     if family == "glm4_moe_lite" and (kinds := config.get("mlp_layer_types")) is not None:
         prefix = len(kinds) if isinstance(kinds, list) else 0
@@ -316,6 +315,19 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
         if any(q != quantizations[-1] for q in quantizations):
             config.bad("quantization_config", "contradicts quantization_config")
 
+    out |= _end_tokens(config, outer, origins)
+    try:
+        spec = Spec.from_mapping(out, config.file)
+    except SpecError as error:
+        raise origins.refusal(config, error) from None
+    if config.findings:
+        raise SpecError(config.findings)
+    return spec
+
+
+def _end_tokens(config: Reader, outer: Reader | None, origins: Origins) -> dict[str, Any]:
+    """The tokens that begin and end a text. An id outside the vocabulary can neither be given nor produced, so it is dropped rather than
+    refused."""
     vocabulary = config.get("vocab_size")
 
     def inside(token: Any) -> bool:
@@ -330,18 +342,8 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
             c.bad("eos_token_id", "must be a token id or a list of them")
             continue
         eos += [token for token in (value if isinstance(value, list) else [value]) if token is not None and token not in eos]
-    # An id outside the vocabulary can neither be given nor produced, so it is dropped rather than refused.
-    out["eos_token_id"] = [token for token in eos if inside(token)]
     bos = config.get("bos_token_id")
-    out["bos_token_id"] = bos if inside(bos) else None
-
-    try:
-        spec = Spec.from_mapping(out, config.file)
-    except SpecError as error:
-        raise origins.refusal(config, error) from None
-    if config.findings:
-        raise SpecError(config.findings)
-    return spec
+    return {"eos_token_id": [token for token in eos if inside(token)], "bos_token_id": bos if inside(bos) else None}
 
 
 def parse_config(text: str, name: str = "model", file: str = "config.json") -> Spec:
@@ -383,42 +385,3 @@ def load_config(path: str | Path) -> Spec:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     return parse_config(read_text(file, MAX_JSON_BYTES), spec_name(_model_name(file.parent)), str(file))
-
-
-def published_quantization(quantization: Quantization, plain_too: Sequence[str] = ()) -> dict[str, Any]:
-    """The ``quantization_config`` that says so, as hubs publish it; ``plain_too`` are modules that stay as they are, beside the usual."""
-    weights = quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
-    plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-        "ignore": [*plain, *plain_too],
-        "config_groups": {"group_0": group},
-    }
-
-
-def published_config(spec: Spec) -> dict[str, Any]:
-    """The ``config.json`` of a model folder of ``spec``: what ``load_config`` reads back as the same spec, but for name and drafter.
-
-    Raises ValueError for a combination that the spec's model type cannot publish (a V3 with softmax scores, say).
-    """
-    spec = spec.with_draft(None)  # a drafter has a folder of its own
-    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft", "router_dtype"})
-    scaling = {} if spec.rope_scaling is None else spec.rope_scaling.model_dump(exclude_none=True)
-    values["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta, "rope_type": scaling.pop("type", "default")}
-    if not spec.has_moe:
-        for key in _MOE | keys("n_group topk_group topk_method scoring_func"):
-            del values[key]
-    values["num_key_value_heads"] = spec.num_attention_heads
-    if spec.quantization is not None:
-        values["quantization_config"] = published_quantization(spec.quantization)
-    try:
-        same = parse_config(json.dumps(values), spec.name).sha256 == spec.sha256
-    except SpecError as error:
-        raise ValueError(f"not a model that {spec.model_type} can publish: {error}") from None
-    if not same:
-        raise ValueError(f"not a model that {spec.model_type} can publish: its config reads back as another spec")
-    return values

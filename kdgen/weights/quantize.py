@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from kdgen.errors import KdgenError, WeightError
 from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec
-from kdgen.spec.published import WRAPPERS, load_config, published_quantization
+from kdgen.spec.published import WRAPPERS, load_config
+from kdgen.spec.publishing import published_quantization
 from kdgen.spec.yaml_text import read_text
 from kdgen.weights.ahead import in_order
 from kdgen.weights.checkpoint import PREFIX, Checkpoint, Entry, as_stored

@@ -68,7 +68,7 @@ def assert_exact(name: str, compute: Compute, exchange: Exchange) -> None:
 @pytest.mark.parametrize("exchange", ["peer", "gather"])
 def test_kimis_width_on_two_gpus_is_exact(two_gpus: None, exchange: str) -> None:
     """`kdgen generate --tp 2`, as a user starts it: trees against plain decoding, tokens and cache bits."""
-    options = "--random-weights --prompt-ids 5,17,9,1000,2000,3000 --max-new-tokens 24 --draft replay --error-rate 0.1 --budget 7"
+    options = "--random-weights --prompt-ids 5,17,9,1000,2000,3000 --max-new-tokens 24 --draft ngram --budget 7"
     command = f"generate --model k26 --layers {LAYERS} {options} --check-exact --ignore-eos --json --tp 2 --exchange {exchange}"
     report = json.loads(kdgen(*command.split()))
     print(f"\nk26, {LAYERS} layers, 2 ranks, {exchange}: {report['timings']}, {len(report['acceptance_lengths'])} verify steps")

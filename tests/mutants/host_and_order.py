@@ -160,14 +160,24 @@ ORDER = [
     ),
     *seen_by(
         "order",
-        "kdgen/plan/ops/attention.py",
+        "kdgen/plan/ops/attention_schedule.py",
         ("programs",),
-        ("shares of later groups begin at the step's first row", 'number("first_row", group.first)', 'number("first_row", 0)'),
+        ("schedules of later groups begin at the step's first row", 'number("first_row", group.first)', 'number("first_row", 0)'),
+    ),
+    *seen_by(
+        "order",
+        "kdgen/plan/ops/attention_combine.py",
+        ("programs",),
         (
             "splits of later groups are joined for the first rows",
             'reads("int", "row_position", group.at("row_position")), values',
             'reads("int", "row_position"), values',
         ),
+    ),
+    *seen_by(
+        "order",
+        "kdgen/plan/ops/attention.py",
+        ("programs",),
         ("paths of later groups are the first rows'", 'group.at("row_path", 4 * MAX_PATH)', 'group.at("row_path")'),
     ),
     *seen_by(

@@ -1130,8 +1130,8 @@ PLAN = [
         "kdgen/plan/weights.py",
         (
             "experts' gate and up exchanged",
-            "(experts, 2 * width, hidden), gate, up, layers=moe",
-            "(experts, 2 * width, hidden), up, gate, layers=moe",
+            '"experts_gate_up", layout, (gate, up), 0',
+            '"experts_gate_up", layout, (up, gate), 0',
             "together",
         ),
         ("tied embeddings forgotten", "embed if spec.tie_word_embeddings else", "embed if not spec.tie_word_embeddings else", "refused"),

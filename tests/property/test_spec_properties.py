@@ -8,7 +8,8 @@ from hypothesis import given
 from strategies import specs
 
 from kdgen.spec.model import Spec, parse_spec
-from kdgen.spec.published import parse_config, published_config
+from kdgen.spec.published import parse_config
+from kdgen.spec.publishing import published_config
 
 
 @given(specs(quantized=None))

@@ -33,7 +33,7 @@ from kdgen.codegen.source import Source
 from kdgen.errors import BackendError, KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.plan.shard import WHOLE, Shard
-from kdgen.ranks.group import Place
+from kdgen.ranks.place import Place
 from kdgen.spec.model import load_spec
 
 SECONDS = 1e-3

@@ -117,7 +117,7 @@ def test_a_mistyped_spec_is_told_which_there_are(name: str, meant: str) -> None:
         ("plan", "tiny", "--acceptance", "0.\uff15"),
         ("plan", "tiny", "--tp", "1_0"),
         ("bench", "tiny", "--nodes", "1,\u0668"),
-        ("demo", "tiny", "--error-rate", "\uff11"),
+        ("demo", "--budget", "\uff11"),
         ("generate", "--model", "tiny", "--top-k", "\u0663"),
         ("generate", "--model", "tiny", "--budget", "\uff15"),
         ("generate", "--model", "tiny", "--random-weights", "--prompt-ids", "\uff15"),

@@ -10,7 +10,7 @@ from kdgen.drafters.synthetic import wide_candidates
 from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
-from kdgen.plan.ops.attention import COMBINE_BESIDE
+from kdgen.plan.ops.attention_combine import COMBINE_BESIDE
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec

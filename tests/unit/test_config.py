@@ -12,7 +12,8 @@ import pytest
 
 from kdgen.errors import SpecError
 from kdgen.spec.model import Spec, load_spec
-from kdgen.spec.published import load_config, parse_config, published_config, spec_name
+from kdgen.spec.published import load_config, parse_config, spec_name
+from kdgen.spec.publishing import published_config
 
 #: What Kimi K2.5's hub page holds, without the vision tower's own keys.
 KIMI: dict[str, Any] = json.loads(

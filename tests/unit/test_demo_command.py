@@ -104,20 +104,11 @@ def test_a_difference_is_a_finding(cpu_backend: Backend, monkeypatch: pytest.Mon
         (("--prompt", "x", "--list-prompts"), "do not go together"),
         (("--prompt", os.fsdecode(b"a\xff")), "--prompt: the prompt is no text in UTF-8: byte 1 is 0xff"),
         (("--prompt", "x" * 3000), "leaves no room in a context of 2048"),
-        (("tiny", "--tree"), "--tree is for the model that comes with kdgen: leave out SPEC"),
-        (("--draft", "ngram"), "--draft needs a SPEC"),
-        (("k26",), "too many for a demonstration"),
     ],
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], said: str) -> None:
     result = demo("--backend", "cpu", *options)
     assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
-
-
-def test_random_weights_of_a_spec(cpu_backend: Backend) -> None:
-    found = report("tiny", "--draft", "replay", "--error-rate", "0")
-    assert found["schema"] == "kdgen.demo/1" and found["exact"] and found["tokens"] == found["tree_tokens"]
-    assert [row["method"] for row in found["rows"]] == ["plain", "tree, replay wrong 0% of the time"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

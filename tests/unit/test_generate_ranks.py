@@ -115,7 +115,7 @@ def test_packed_files_are_for_one_rank(tmp_path: Path) -> None:
     [
         (["--dtype", "f32"], "--dtype"),
         (["--chunk", "1"], "--chunk"),  # each of these would wait for the other for ever, or add up what does not belong together
-        (["--draft", "random"], "--draft"),
+        (["--draft", "ngram"], "--draft"),
         (["--temperature", "1"], "options of sampling"),
         (["--model", "OTHER"], "weights"),
     ],

@@ -20,6 +20,7 @@ from tokenizers_made import SPECIAL, byte_level
 from kdgen.backends.base import Backend
 from kdgen.cli import main
 from kdgen.cli.streaming import Live, harmless, to_nowhere
+from kdgen.drafters.by_name import Making, drafter_called
 from kdgen.spec.model import load_spec
 from kdgen.text.tokenizer import decode, load_tokenizer
 from kdgen.weights.random import random_weights
@@ -73,9 +74,13 @@ def test_text_is_what_its_ids_are(model: Path) -> None:
 
 
 @pytest.mark.parametrize("draft", ["ngram", "replay", "random"])
-def test_trees_stream_the_same_text(model: Path, draft: str) -> None:
-    plain = generate(model, "--prompt", "fox")
-    assert generate(model, "--prompt", "fox", "--draft", draft, "--check-exact").stdout == plain.stdout
+def test_trees_stream_the_same_text(model: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tokens = generate(model, "--prompt", "fox"), report(model, "--prompt", "fox")["tokens"]
+    monkeypatch.setattr(
+        "kdgen.cli.generate._drafter",
+        lambda run, spec: drafter_called(draft, Making(spec.vocab_size, (*run.prompt, *tokens))),
+    )
+    assert generate(model, "--prompt", "fox", "--draft", "ngram", "--check-exact").stdout == plain.stdout
 
 
 def test_prompts_from_a_pipe(model: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 import kdgen.backends.cpu as cpu_module
 from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError, KdgenError
-from kdgen.ranks.group import Group, Place, _Pulse, place_in
+from kdgen.ranks.group import Group, _Pulse
+from kdgen.ranks.place import Place, place_in
 from kdgen.ranks.start import run_ranks
 
 SECONDS = 10.0  #: in which a job must have ended once one of its ranks is lost
@@ -327,7 +328,8 @@ import os, sys, time
 from kdgen.backends import open_backend
 from kdgen.backends.base import AllGather, Pointer
 from kdgen.errors import KdgenError
-from kdgen.ranks.group import joined, place_in
+from kdgen.ranks.group import joined
+from kdgen.ranks.place import place_in
 import numpy as np
 
 def job(group, gather):

@@ -107,9 +107,8 @@ def test_bad_input_exits_with_2(tmp_path: Path) -> None:
 def test_a_model_of_a_few_positions_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     short = tmp_path / "short.yaml"
     short.write_text(load_spec("tiny").model_copy(update={"max_position_embeddings": 16}).to_yaml())
-    for command, said in (("verify", "checks need a context of 32"), ("demo", "the model has no more positions")):
-        result = CliRunner().invoke(main, [command, str(short), "--backend", "cpu"])
-        assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
+    result = kdgen_verify(str(short), "--backend", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "") and "checks need a context of 32" in result.stderr
 
 
 def test_no_compiler_is_an_error_not_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

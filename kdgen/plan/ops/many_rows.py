@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kdgen.plan.expert_tiling import expert_step
 from kdgen.plan.ir import ONE, Extent, Kernel, Parameter
 from kdgen.plan.key_splits import Splits
-from kdgen.plan.ops.attention import MlaCombineWgmma
+from kdgen.plan.ops.attention_combine import MlaCombineWgmma
 from kdgen.plan.ops.dense import LinearMma
 from kdgen.plan.ops.experts import ExpertsMma
 from kdgen.plan.ops.op import Argument, Op

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
 from kdgen.drafters.base import Drafter
+from kdgen.drafters.by_name import Making, drafter_called
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.drafters.ngram import NgramDrafter
-from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.errors import BackendError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
@@ -263,15 +262,11 @@ def _last_rows(engine: Engine, tokens: Sequence[int], chunk: int, plain: _Plain)
 
 
 def make_drafter(name: str, truth: Sequence[int], vocab_size: int, seed: int = 0) -> Drafter:
-    """A drafter by the name a Situation has for it."""
-    kind, _, percent = name.partition(" ")
-    if kind == "replay":
-        return ReplayDrafter(truth, vocab_size, int(percent) / 100, seed)
-    if kind == "adversarial":
-        return AdversarialDrafter(truth, vocab_size, seed=seed)
-    if kind == "random":
-        return RandomDrafter(vocab_size, seed)
-    return DFlashDrafter(int(percent.split()[0]), chain=percent.endswith("chain")) if kind == "dflash" else NgramDrafter()
+    """A drafter by what a Situation calls it: replay with the percentage of wrong tokens, dflash with its block size, or a chain's."""
+    kind, *options = name.split()
+    if kind == "dflash":
+        return drafter_called(kind, Making(vocab_size, block_size=int(options[0]), chain="chain" in options))
+    return drafter_called(kind, Making(vocab_size, truth, int(options[0]) / 100 if options else 0.0, seed))
 
 
 def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, plain: _Plain) -> tuple[Decoded, str]:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import Backend
 from kdgen.drafters.base import Drafter
+from kdgen.drafters.by_name import Making, drafter_called
 from kdgen.drafters.dflash import DFlashDrafter
-from kdgen.drafters.ngram import NgramDrafter
-from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Family, Limits
 from kdgen.runtime.batch import Batch
@@ -84,18 +83,12 @@ class Exactness:
 
 
 def make_drafter(draw: RequestDraw, truth: Sequence[int], spec: Spec) -> Drafter | None:
-    vocab_size = spec.vocab_size
+    """The drafter that a request was drawn with: a random one where it is dflash and the model has none."""
     if draw.drafter == "none":
         return None
-    if draw.drafter == "replay":
-        return ReplayDrafter(truth, vocab_size, draw.error_rate, draw.seed)
-    if draw.drafter == "dflash" and spec.draft is not None:
-        return DFlashDrafter(min(draw.block_size, spec.draft.block_size), chain=draw.budget == 1)
-    if draw.drafter in ("random", "dflash"):
-        return RandomDrafter(vocab_size, draw.seed)
-    if draw.drafter == "adversarial":
-        return AdversarialDrafter(truth, vocab_size, seed=draw.seed)
-    return NgramDrafter()
+    block = min(draw.block_size, spec.draft.block_size) if spec.draft else draw.block_size
+    name = "random" if draw.drafter == "dflash" and spec.draft is None else draw.drafter
+    return drafter_called(name, Making(spec.vocab_size, truth, draw.error_rate, draw.seed, block, draw.budget == 1))
 
 
 def check_exactness(

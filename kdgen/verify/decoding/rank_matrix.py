@@ -28,7 +28,8 @@ from kdgen.errors import KdgenError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import Exchange, Shard
-from kdgen.ranks.group import joined, place_in
+from kdgen.ranks.group import joined
+from kdgen.ranks.place import place_in
 from kdgen.ranks.start import run_ranks
 from kdgen.reference.dflash import ReferenceDrafter
 from kdgen.runtime.engine import Engine

@@ -19,7 +19,8 @@ from typing import Any
 from kdgen.errors import KdgenError
 from kdgen.plan.ir import Compute, Family
 from kdgen.plan.shard import Exchange
-from kdgen.ranks.group import Group, joined, place_in
+from kdgen.ranks.group import Group, joined
+from kdgen.ranks.place import place_in
 from kdgen.ranks.start import run_ranks
 from kdgen.runtime.pipeline import open_shard
 from kdgen.spec.model import Spec

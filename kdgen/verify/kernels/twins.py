@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdgen.plan.ir import Kernel
-from kdgen.plan.ops.attention import CombineAndHeads
+from kdgen.plan.ops.attention_combine import CombineAndHeads
 from kdgen.plan.ops.outbox import unsent
 from kdgen.plan.ops.ranks import PeerSumNorm
 
