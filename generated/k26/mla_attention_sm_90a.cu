@@ -15,16 +15,16 @@
 //   context_capacity  int              set by the plan
 //   max_splits        int              set by the plan
 
-// Absorbed MLA attention on asynchronous tensor cores: 64 heads are the m64 operand of wgmma, of one token row or of a
-// group of them. attention_schedule says which splits of which rows a block works on. In a block, two warps fill
-// each of the two stages with tiles of 64 keys, a half of the latent columns each. Two warpgroups make scores and
-// probabilities of every other tile, and half of the value columns of all: one's products run while the other weighs
-// scores.
-// Splits that all rows of a group see whole, in the same cache rows, are visited once for all of them; the others by
-// each row for itself, so that no row's tile holds keys that another one masks.
-// Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
-// are the row's ancestors in the draft tree, found through its path. Tile and split bounds are absolute
-// positions, so a row's bits depend on the tokens before it and not on how they came to be there.
+// Absorbed MLA attention on wgmma: 64 heads, those of one token row or of a group of rows, are the m64 operand.
+// attention_schedule says which splits of which rows a block works on. Two loader warps fill each of two stages with
+// tiles of 64 keys, one for each half of the latent columns. Two warpgroups take turns to make a tile's scores and
+// probabilities, and each multiplies one half of the value columns of every tile. So the tensor cores multiply for one
+// warpgroup while the other one does its softmax.
+// Where all rows of a group see a whole split, in the same cache rows, one pass over its keys serves them all. Each row
+// passes over its other splits alone, so no row's tile holds keys that another row masks.
+// Keys are read in the order of their positions. Those before the row's prefix lie in the cache by position; later ones
+// are the row's ancestors in the draft tree, and the row's path says where they lie. Bounds of tiles and splits are
+// absolute positions, so a row's bits depend on the tokens before it and not on the steps that wrote them.
 #include "primitives.cuh"
 
 namespace mla_attention {
@@ -40,26 +40,59 @@ constexpr int MAX_PATH = 16;
 constexpr float SCALE = 0x1.ab79e4p-3f /* 0.208728579 */;  // with log2(e) in it: exponentials are powers of 2
 constexpr int TILE = 64;  // keys of a tile, heads of a block, and columns of a chunk of either
 constexpr int CHUNKS = ROW / TILE;
-constexpr int STAGES = 2;  // as many as warpgroups that make scores, so that a stage's tiles are one's
-constexpr int GROUP = 1;   // token rows of a tile of heads
-constexpr int TILE_HEADS = TILE / GROUP;  // of each of them
+constexpr int STAGES = 2;                 // one for each warpgroup that makes scores
+constexpr int GROUP = 1;                  // token rows of a tile of heads
+constexpr int TILE_HEADS = TILE / GROUP;  // heads of one of these rows
 constexpr int HEAD_TILES = HEADS / TILE_HEADS;
 constexpr int HALF = KV_LORA / 2;  // value columns of a warpgroup
 constexpr int HALF_CHUNKS = HALF / TILE;
 constexpr int BLOCK = 384;
 
 typedef bf16 Chunk[TILE][TILE];
+// A block at work on tiles 0 to 3 of the keys; time runs to the right. S: scores of a tile; P: their softmax, which
+// makes probabilities; V: a warpgroup's half of the value columns. S and V run on tensor cores.
+//
+//   loaders, stage 0  [keys 0]                    [keys 2 ...                       [keys 4 ...
+//   loaders, stage 1  [keys 1]                             [keys 3 ...
+//   warpgroup 0               [S0][P0][V0]        [V1]         [S2][P2][V2]         [V3]
+//   warpgroup 1                   [S1][V0 and P1][V1]              [S3][V2 and P3][V3]
+//
+// Warpgroup 0 multiplies tile 1 once P1 is done. Warpgroup 1 issues V0 behind S1, and does P1 while V0 runs. Where
+// tile 0 is the last of its split, warpgroup 1 multiplies it as soon as P0 is done.
+//
+// Every barrier is an mbarrier. s is a stage, h a half of the latent columns, w a warp of a warpgroup. Warpgroup s
+// makes the scores of the tiles in stage s; warpgroup h multiplies half h of the values of all tiles.
+//
+//   barrier          who arrives                   count  who waits                  what it guards
+//   query_filled[h]  loaders of half h             2      both warpgroups, before S  half h of the query
+//   filled[s][h]     loader of s and h; also the   1      warpgroup s, before S;     half h of the keys in stage s
+//                    bytes of its bulk copies             warpgroup h, before V
+//   scored[w]        warp w of warpgroup 0, after  1      warp w of warpgroup 1,     no memory: S of warpgroup 1
+//                    it has issued S                      before S                   runs behind S of warpgroup 0
+//   weighed[s][w]    warp w of warpgroup s,        1      warp w of warpgroup 1 - s, what P left in shared memory,
+//                    after P                              before V                   16 heads of a tile in stage s
+//   read[s][h]       warps of warpgroup h,         4      loader of s and h, before  half h of the keys in stage s,
+//                    after V                              it copies keys             from being overwritten too early
+//                                                         loaders of h, before they  half h of the query, likewise:
+//                                                         copy another query         read of the last tile before
+//
+// - Scores read both halves of a stage, yet only V arrives at read: V of either half follows P, which follows S.
+// - `probability` and `running_sum` exist once. A thread writes to its place there after it has read what the same
+//   thread of the other warpgroup left for the tile before.
+// - V of the other warpgroup's tile follows weighed[s], and that follows the other's wait for filled[s][h]. So its own
+//   wait for filled[s][h] never blocks. It is kept because PTX states for threads that wait for the barrier of
+//   a bulk copy that they see the bytes; without it a thread would see them by way of the other warpgroup alone.
+//
 // 231600 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   Chunk query[CHUNKS], key[STAGES][CHUNKS];
-  // what one warpgroup hands to the other with a tile: a thread's probabilities and sums, and of each of its heads
+  // what a warpgroup leaves for the other one: each thread's probabilities and sums, and two numbers for each head
   uint4 probability[TILE / 16][2 * TILE];
   float running_sum[2][2 * TILE];
   float rescale[STAGES][TILE], running_max[STAGES][TILE];
-  // by the half of the columns; the rotary chunk comes with the half of the warpgroup that reads it
+  // The rotary chunk belongs to half 0 of the query, and to half s of the keys in stage s.
   u64 query_filled[2], filled[STAGES][2], read[STAGES][2];
-  u64 weighed[STAGES][4],
-      scored[4];  // by warp; `scored`: the first warpgroup has asked for its scores of a tile
+  u64 weighed[STAGES][4], scored[4];
 };
 
 // split bounds are absolute positions, the same for every row
@@ -116,11 +149,11 @@ __device__ __forceinline__ void for_splits_of_block(const BlockWork& work, Body 
     item = next;
   }
 }
-// Scores, a warp's fragments of 16 heads and TILE keys, to probabilities at a largest score, in bfloat16 as the
-// fragments of an MMA that multiplies by 16 keys a step. State and `rescale`, the factor of all that came before, are
-// of this thread's two heads; sums are of its own keys. What they are at, `running_max`, is left at an older largest
-// score while new ones are no more than 2^SLACK times as probable, as FlashAttention-4 leaves it: rescaling takes long
-// and has to wait for MMAs. It follows from the keys alone.
+// Makes probabilities, 2^(score - running_max), from a warp's fragments of scores, 16 heads by TILE keys. They are
+// rounded to bfloat16, in fragments for an MMA that multiplies by 16 keys a step. A thread holds running_max,
+// running_sum and `rescale` for two heads; its sums are over its own keys. Sums and values of earlier tiles have to be
+// multiplied by `rescale`. As in FlashAttention-4, running_max stays as it is until a score is more than 2^SLACK times
+// as probable, because rescaling is slow and has to wait for MMAs. The choice depends on the scores alone.
 constexpr float SLACK = 8;
 __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_max)[2],
                                       float (&running_sum)[2], float (&rescale)[2],
@@ -128,7 +161,7 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
   float largest[2], new_max[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float part[4];  // four chains are done sooner than one
+    float part[4];  // four short chains of dependent instructions instead of a long one
 #pragma unroll
     for (int j = 0; j < 4; ++j) part[j] = score[j / 2 * 4 + i * 2 + j % 2];
 #pragma unroll
@@ -144,14 +177,13 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
   for (int i = 0; i < 2; ++i) {
     const float largest_now = largest[i] * SCALE;
     new_max[i] = largest_now > running_max[i] + SLACK ? largest_now : running_max[i];
-    rescale[i] = running_max[i] == negative_infinity()
-                     ? 1.0f
-                     : exp2_or_zero(running_max[i] - new_max[i]);  // of zeros: nothing
+    // before the first tile, sums and values are zeros
+    rescale[i] = running_max[i] == negative_infinity() ? 1.0f : exp2_or_zero(running_max[i] - new_max[i]);
     running_max[i] = new_max[i];
   }
 #pragma unroll
   for (int j = 0; j < TILE / 2; ++j) score[j] = exp2_or_zero(fmaf(score[j], SCALE, -new_max[j / 2 % 2]));
-  keep_in_place(score);  // all are on their way before the first is used
+  keep_in_place(score);  // the compiler issues all of them before it uses the first
 #pragma unroll
   for (int i = 0; i < 2; ++i) running_sum[i] *= rescale[i];
 #pragma unroll
@@ -164,9 +196,10 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
     }
 }
 
-// A split's values as the combine reads them, rounded to bfloat16, one head behind the other: 16 bytes are 2 columns of
-// each 8 of 32, as a thread of the fragments has them. Lanes of two heads exchange a half, so that a warp stores whole
-// lines. `split_values` is the split's of the first of `rows` token rows, each `row_pieces` behind the last.
+// Stores a split's values, rounded to bfloat16, in the order in which the combine reads them: head by head, 16 bytes
+// for the 8 columns that a thread's fragments hold in every 32. Lanes of two heads exchange half of their values, so
+// that a warp stores whole lines of 128 bytes. `split_values` points to the first of `rows` token rows, which lie
+// `row_pieces` times 16 bytes apart.
 __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], int half, uint4* split_values,
                                              int rows, size_t row_pieces) {
   const int lane = threadIdx.x % 32;
@@ -195,13 +228,14 @@ __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], in
   }
 }
 
-// Lane 0 speaks for its warp.
+// One arrival, by lane 0, once all threads of the warp are here.
 __device__ __forceinline__ void arrive_as_warp(u64* barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// A thread's 16 bytes of `row` of each chunk of a half; in `source` a chunk begins so many numbers behind the last.
+// Copies this thread's 16 bytes of `row`, in each chunk of a half. In `source`, chunks lie `chunk_numbers` numbers
+// apart.
 __device__ __forceinline__ void copy_row(Chunk* tile, const bf16* source, int chunk_numbers, int half,
                                          bool rotary, int row, bool visible) {
   const int at = swizzled(row, threadIdx.x % 8) / sizeof(bf16);
@@ -210,7 +244,7 @@ __device__ __forceinline__ void copy_row(Chunk* tile, const bf16* source, int ch
     cp_async_16(&tile[chunk][0][0] + at, source + chunk * chunk_numbers, visible);
   if (rotary) cp_async_16(&tile[CHUNKS - 1][0][0] + at, source + (CHUNKS - 1) * chunk_numbers, visible);
 }
-// Waits for this warp's copies and tells of them.
+// Waits for this thread's copies, makes them visible to wgmma, and arrives at `filled`, once for the warp.
 __device__ __forceinline__ void announce(u64* filled) {
   cp_async_commit();
   cp_async_wait<0>();
@@ -218,8 +252,67 @@ __device__ __forceinline__ void announce(u64* filled) {
   arrive_as_warp(filled);
 }
 
-// Begins values = rescale * values + probabilities * latents, of one half of the columns. `scores` may be on their way,
-// but not while values are rescaled.
+// What a loader warp does: it copies half `half` of the columns, of the keys of every tile in its stage and of one in
+// STAGES of the query's heads.
+__device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work, const int* row_path,
+                                           const bf16* query, const bf16* kv_cache, int context_capacity,
+                                           int stage, int half) {
+  const int lane = threadIdx.x % 32;
+  const bool rotary = half == stage;
+  int tile = 0;
+  auto load = [&](const WorkItem& item, int, int first_key, int end_key, bool other_rows) {
+    const bf16* cache = kv_cache + (size_t)item.sequence * context_capacity * ROW;
+    const int prefix = item.prefix;
+    const int* path = row_path + item.row * MAX_PATH;
+    bool query_is_copied = false;
+    auto copy_queries = [&] {
+      // scores of the last tile may still read the query that this one overwrites
+      if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
+      wait_for_previous_kernel();
+      const bf16* heads = query + ((size_t)item.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
+#pragma unroll 4
+      for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
+        copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row, row < item.rows * TILE_HEADS);
+      query_is_copied = true;
+    };
+    if (other_rows && tile % STAGES != stage) copy_queries();
+    for (int key = first_key; key < end_key; key += TILE, ++tile) {
+      if (tile % STAGES != stage) continue;
+      if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
+      Chunk* chunks = shared->key[stage];
+      u64* filled = &shared->filled[stage][half];
+      if (key + TILE > item.old_keys) wait_for_previous_kernel();  // earlier steps wrote most keys
+      if (key + TILE <= min(end_key, prefix)) {  // the cache holds the tile as wgmma reads it
+        if (lane == 0) {
+          const bf16* source = cache + cache_place(key, 0);
+          mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
+          bulk_copy(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
+                    HALF_CHUNKS * sizeof(Chunk), filled);
+          if (rotary)
+            bulk_copy(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
+        }
+      } else {
+#pragma unroll 4
+        for (int row = lane / 8; row < TILE; row += 4) {
+          const int position = key + row;
+          const bool visible = position < end_key;
+          int slot = 0;
+          if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
+          copy_row(chunks, cache + cache_place(slot, lane % 8 * 8), TILE * TILE, half, rotary, row, visible);
+        }
+        announce(filled);
+      }
+      if (other_rows && key == first_key) copy_queries();
+      if (query_is_copied) announce(&shared->query_filled[half]);
+      query_is_copied = false;
+    }
+    if (query_is_copied) announce(&shared->query_filled[half]);
+  };
+  for_splits_of_block(work, load);
+}
+
+// Issues values = rescale * values + probabilities * latents, for one half of the columns. wgmma may still be making
+// `scores`; they are waited for only where values are rescaled.
 __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const float (&rescale)[2],
                                              const u32 (&probability)[TILE / 16][4], const void* latent,
                                              float (*scores)[TILE / 2] = nullptr) {
@@ -244,7 +337,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
   const int first_head = warp * 16 + lane / 4;  // of the tile, and another one 8 behind
   float values[HALF / 2];
   int tile = 0, queries = 0;  // this block's tiles of keys and of heads so far
-  // The values of the other warpgroup's tile `other`.
+  // Issues the values of the other warpgroup's tile `other`.
   auto begin_others = [&](int other, u32(&probability)[TILE / 16][4], float (*scores)[TILE / 2]) {
     const int stage = 1 - WARPGROUP;
     mbarrier_wait(&shared->weighed[stage][warp], (other / STAGES) & 1);
@@ -255,7 +348,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       probability[step][0] = four.x, probability[step][1] = four.y, probability[step][2] = four.z,
       probability[step][3] = four.w;
     }
-    mbarrier_wait(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);
+    mbarrier_wait(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);  // never blocks: see Shared
     begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS], scores);
   };
   auto end_others = [&](const u32(&probability)[TILE / 16][4]) {
@@ -269,7 +362,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
     for (int key = first_key; key < end_key; key += TILE, ++tile) {
       const bool is_last = key + TILE >= end_key;
       if (tile % STAGES != WARPGROUP) {
-        if (WARPGROUP == 1 && !is_last) continue;  // later, while it weighs its own next tile
+        if (WARPGROUP == 1 && !is_last) continue;  // this warpgroup multiplies it during its own next softmax
         u32 probability[TILE / 16][4];
         begin_others(tile, probability, nullptr);
         end_others(probability);
@@ -277,7 +370,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       }
       const int stage = WARPGROUP;
       float score[TILE / 2];
-      // its scores of a tile come first, so that it weighs them while tensor cores make the other's
+      // warpgroup 0's scores run first, so that its softmax runs while the tensor cores make this warpgroup's
       if (WARPGROUP == 1) mbarrier_wait(&shared->scored[warp], (tile / STAGES) & 1);
       const u64 heads = wgmma_tile(shared->query, 0), keys = wgmma_tile(shared->key[stage], 0);
 #pragma unroll
@@ -326,8 +419,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
           running_sum[i] = shared->running_sum[i][thread];
         }
       };
-      if (WARPGROUP == 1 &&
-          key > first_key) {  // the other's values come behind its scores, which it weighs meanwhile
+      if (WARPGROUP == 1 && key > first_key) {  // softmax while the other's values run
         u32 others[TILE / 16][4];
         begin_others(tile - 1, others, &score);
         wgmma_wait_but_last(score);
@@ -368,7 +460,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
-  const BlockWork work = read_work(schedules);  // old, and on its way while barriers are made
+  const BlockWork work =
+      read_work(schedules);  // an earlier launch wrote it; the load runs while barriers are set up
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -389,65 +482,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   __syncthreads();
   allow_next_kernel();
-  // one lane's, so that the compiler knows that it is the same for all of a warp
+  // by a shuffle, so that the compiler knows that all of a warp have the same
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   if (warp >= 8) {
     give_registers_back<72>();
-    const int stage = warp % 4 / 2, half = warp % 2, lane = threadIdx.x % 32;
-    const bool rotary = half == stage;
-    int tile = 0;
-    auto load = [&](const WorkItem& item, int, int first_key, int end_key, bool other_rows) {
-      const bf16* cache = kv_cache + (size_t)item.sequence * context_capacity * ROW;
-      const int prefix = item.prefix;
-      const int* path = row_path + item.row * MAX_PATH;
-      bool queries_come = false;
-      auto copy_queries = [&] {  // a quarter of them
-        // their place is free after the last tile that met the last ones
-        if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
-        wait_for_previous_kernel();
-        const bf16* heads = query + ((size_t)item.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
-#pragma unroll 4
-        for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
-          copy_row(shared->query, heads + row * ROW, TILE, half, half == 0, row,
-                   row < item.rows * TILE_HEADS);
-        queries_come = true;
-      };
-      if (other_rows && tile % STAGES != stage) copy_queries();
-      for (int key = first_key; key < end_key; key += TILE, ++tile) {
-        if (tile % STAGES != stage) continue;
-        if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
-        Chunk* chunks = shared->key[stage];
-        u64* filled = &shared->filled[stage][half];
-        if (key + TILE > item.old_keys) wait_for_previous_kernel();  // most keys are old
-        if (key + TILE <= min(end_key, prefix)) {                    // as it lies in the cache
-          if (lane == 0) {
-            const bf16* source = cache + cache_place(key, 0);
-            mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
-            bulk_copy(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
-                      HALF_CHUNKS * sizeof(Chunk), filled);
-            if (rotary)
-              bulk_copy(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
-          }
-        } else {
-#pragma unroll 4
-          for (int row = lane / 8; row < TILE; row += 4) {
-            const int position = key + row;
-            const bool visible = position < end_key;
-            int slot = 0;
-            if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
-            copy_row(chunks, cache + cache_place(slot, lane % 8 * 8), TILE * TILE, half, rotary, row,
-                     visible);
-          }
-          announce(filled);
-        }
-        if (other_rows && key == first_key) copy_queries();
-        if (queries_come) announce(&shared->query_filled[half]);
-        queries_come = false;
-      }
-      if (queries_come) announce(&shared->query_filled[half]);
-    };
-    for_splits_of_block(work, load);
-    wait_for_previous_kernel();  // a kernel ends only after the one before it
+    load_tiles(shared, work, row_path, query, kv_cache, context_capacity, warp % 4 / 2, warp % 2);
+    wait_for_previous_kernel();  // later launches count on it that this one ends after the one before it
     return;
   }
   take_more_registers<216>();
