@@ -7,7 +7,7 @@ from click.core import ParameterSource
 
 from kdgen.backends import backend_names
 from kdgen.cli.options import IntRange
-from kdgen.plan.ir import Compute
+from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
 
 
 @click.command("demo", short_help="Decode with draft trees and plainly, and compare.")
@@ -16,8 +16,8 @@ from kdgen.plan.ir import Compute
 @click.option("--list-prompts", is_flag=True, help="Show the held-out prompts, and decode nothing.")
 @click.option("--tree", is_flag=True, help="Draw the draft tree of the step in which it helped most.")
 @click.option("--max-new-tokens", type=IntRange(min=1), default=192, show_default=True, help="Tokens to decode.")
-@click.option("--budget", type=IntRange(0, 63), default=15, show_default=True, help="Most draft nodes of a tree.")
-@click.option("--block-size", type=IntRange(2, 16), default=16, show_default=True, help="Root and deepest draft token.")
+@click.option("--budget", type=IntRange(0, MAX_NODES - 1), default=15, show_default=True, help="Most draft nodes of a tree.")
+@click.option("--block-size", type=IntRange(2, MAX_PATH), default=16, show_default=True, help="Root and deepest draft token.")
 @click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
 @click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.demo-model/1).")

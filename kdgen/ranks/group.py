@@ -4,10 +4,10 @@ Every rank runs the same program with its part of the model, so that all come to
 goes through their backends. The connections here are for what comes before (who is where, handles) and for failures: a rank that
 fails or dies is known to all others at once, and none outlives it by more than a few seconds.
 
-No library does this for us. mpi4py needs an MPI installation, and a rank that hangs makes the others wait for ever. pyzmq connects again
-by itself when a peer is gone and does not say so, so that heartbeats, the meeting and the end would still be ours. gRPC tells of a lost
-peer by its keepalive, but needs a server and generated code for three messages. NCCL has no ranks without GPUs and learns of a lost one by
-a timeout. The store of torch.distributed would do, and needs torch.
+No library does this for us. mpi4py needs an MPI installation, and whether a lost rank is noticed depends on that and its launcher. pyzmq
+reports a lost peer in time, through its monitor socket and heartbeats, but would replace only our frames and heartbeats: the meeting, the
+reason of a failure, and the end of a process that hangs in a driver would still be ours. NCCL has no ranks without GPUs, and its ranks must
+have met before. The store of torch.distributed would do, and needs torch.
 """
 
 from __future__ import annotations

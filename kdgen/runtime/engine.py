@@ -17,10 +17,11 @@ from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer,
 from kdgen.drafters.base import DeviceDraftRequest, DraftLogits, Proposal
 from kdgen.errors import KdgenError, LogitsError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Plan, RowKind
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_PATH, Plan, RowKind
 from kdgen.plan.ops.many_rows import twin_name
 from kdgen.plan.step import SAMPLED
 from kdgen.runtime.memory import Memory
+from kdgen.runtime.request import need_budget
 from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
@@ -272,8 +273,7 @@ class Engine:
         begins = np.zeros(count + 1, np.int32)
         for place, draft in enumerate(drafts):
             proposal = draft.proposal
-            if not 0 <= draft.budget < MAX_NODES:
-                raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {draft.budget}")
+            need_budget(draft.budget)
             depths = proposal.depths if draft.budget else 0
             if depths >= MAX_PATH:
                 raise KdgenError(f"a draft has at most {MAX_PATH - 1} depths, not {depths}")

@@ -37,22 +37,31 @@ class Request:
     block_size: int = 8
 
     def __post_init__(self) -> None:
-        if not len(self.prompt):
-            raise KdgenError("the prompt is empty: give at least one token id")
+        need_prompt(self.prompt)
         if self.max_new_tokens < 1:
             raise KdgenError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.chunk < 0:
             raise KdgenError(f"a chunk has at least one token (0: as many as fit), not {self.chunk}")
         if not 2 <= self.block_size <= MAX_PATH:
             raise KdgenError(f"a block size lies between 2 and {MAX_PATH}, not at {self.block_size}")
-        if not 0 <= self.budget < MAX_NODES:
-            raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {self.budget}")
+        need_budget(self.budget)
+
+
+def need_budget(budget: int) -> None:
+    """Raises KdgenError where a draft tree cannot have so many nodes."""
+    if not 0 <= budget < MAX_NODES:
+        raise KdgenError(f"a budget lies between 0 and {MAX_NODES - 1}, not at {budget}")
+
+
+def need_prompt(prompt: Sequence[int]) -> None:
+    """Raises KdgenError for an empty prompt."""
+    if not len(prompt):
+        raise KdgenError("the prompt is empty: give at least one token id")
 
 
 def room_after(prompt: Sequence[int], max_context: int) -> int:
     """New tokens that fit behind ``prompt``. Raises KdgenError for an empty prompt, and for one that fills the context."""
-    if not len(prompt):
-        raise KdgenError("the prompt is empty: give at least one token id")
+    need_prompt(prompt)
     if len(prompt) >= max_context:
         raise KdgenError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {max_context}: raise --context")
     return max_context - len(prompt)
