@@ -352,7 +352,7 @@ def test_options_that_make_no_sense(model: Path) -> None:
         assert f"{option}: for drawing tokens: add --temperature" in refused(model, option, value)
         assert f"{option}: without effect at --temperature 0" in refused(model, "--temperature", "0", option, value)
     assert "--top-k and --top-p: without effect" in refused(model, "--temperature", "0", "--top-p", "0.9", "--top-k", "4", "--min-p", "0")
-    assert "'--temperature': nan is no number" in refused(model, "--temperature", "nan")
+    assert "between 0.001 and 100, not nan" in refused(model, "--temperature", "nan")
 
 
 # ---- damaged models -----------------------------------------------------------------------------------------------------------
