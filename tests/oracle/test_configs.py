@@ -12,7 +12,8 @@ from checkpoints import write_model
 transformers = pytest.importorskip("transformers", reason="transformers' classes are the oracle; install the oracle extra")
 
 from kdgen.spec.model import load_spec  # noqa: E402
-from kdgen.spec.published import known_keys, parse_config, published_config  # noqa: E402
+from kdgen.spec.published import known_keys, parse_config  # noqa: E402
+from kdgen.spec.publishing import published_config  # noqa: E402
 from kdgen.weights.checkpoint import Checkpoint  # noqa: E402
 from kdgen.weights.quantize import quantize_model  # noqa: E402
 from kdgen.weights.random import random_weights  # noqa: E402

@@ -33,7 +33,7 @@ NEW = 12
 
 def damage(engine: Engine, token: int, value: float) -> None:
     """The model's logits behind ``token`` are ``value``: so is the token's row of the embedding in device memory."""
-    table = engine._weights["embed_tokens"]
+    table = engine._memory._weights["embed_tokens"]
     engine.backend.write(table, np.full(SPEC.hidden_size, value, numpy_dtype(table.dtype)), token * SPEC.hidden_size)
 
 

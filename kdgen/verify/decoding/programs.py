@@ -67,6 +67,7 @@ def models() -> tuple[Model, ...]:
         Model(small["tiny-odd"], "f32", "generic"),
         Model(small["tiny-int4"], "bf16", "generic"),
         Model(small["tiny-wgmma-int4"], "bf16", "sm_90a"),
+        Model(small["tiny-wgmma-8"], "bf16", "sm_90a", complete=False),
     )
 
 
