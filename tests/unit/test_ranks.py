@@ -534,7 +534,7 @@ def test_a_launcher_that_is_ended_takes_its_ranks_along(tmp_path: Path, number: 
     """Asked to, as by the command line on SIGTERM, or killed: nothing is left, not even a rank that is stopped."""
     rank = tmp_path / "rank.py"
     rank.write_text(
-        "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks.group import joined, place_in\n"
+        "import os, time\nfrom pathlib import Path\nfrom kdgen.ranks.group import joined\nfrom kdgen.ranks.place import place_in\n"
         "with joined(place_in(os.environ)) as group:\n"
         "    Path(__file__).with_name(f'pid{group.rank}').write_text(str(os.getpid()))\n"
         "    time.sleep(60)\n"
