@@ -1,14 +1,12 @@
 """The command line: one module a command, each with a click command named ``command``, imported when it is called.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 ok, 1 a finding (drift, mismatch; ``ctx.exit(1)``), 2 a usage or
-environment error, 130 interrupted, 143 terminated. A KdgenError is its message alone; ``--debug`` adds the traceback.
+environment error, 130 interrupted, 143 terminated. A KdgenError is shown as its message alone; ``--debug`` adds the traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import importlib
 import importlib.util
 import io
@@ -16,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,10 +21,6 @@ from typing import Any, TextIO
 import click
 
 from kdgen import __version__
-from kdgen.errors import KdgenError, RanksError
-
-#: How long a rank with a bad command looks for rank 0, which is not there if it has made the same mistake.
-TELL_SECONDS = 4.0
 
 
 class LazyGroup(click.Group):
@@ -60,7 +53,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click has it, but whoever mistypes a command is told which there are."""
+        """Resolve as click does, but let the error for an unknown command list the known ones."""
         if not args[0].startswith("-") and args[0] not in (known := self.list_commands(ctx)) and not ctx.resilient_parsing:
             ctx.fail(f"unknown command {args[0]!r}; kdgen knows {', '.join(known)}")
         return super().resolve_command(ctx, args)
@@ -71,19 +64,15 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, summary in self.summaries if name in listed])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click has it, but messages that cannot be written change nothing, the exit code least of all."""
-        _lose_what_cannot_be_written(sys.stderr)
+        """Run as click does, but a message that cannot be written to stderr is dropped and leaves the exit code as it is."""
+        _ignore_write_errors(sys.stderr)
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command and turn what it raises into the exit codes above."""
-        from kdgen.cli.output import name_stdout, printable, printable_lines, take_any_character  # not for --help
+        """Run the command, and turn the exceptions it raises into the exit codes above."""
+        from kdgen.cli.failures import report_failure  # not for --help
 
-        for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed before the start
-                setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
-            take_any_character(getattr(sys, name))
-        name_stdout()
+        _prepare_streams()
         try:
             with _ended_in_order():
                 _clean_up()
@@ -92,55 +81,19 @@ class LazyGroup(click.Group):
             return result
         except (click.exceptions.Exit, click.Abort):
             raise
-        except click.ClickException as error:
-            if _told_by_rank_0():
-                _tell_rank_0(error.format_message())
-            else:
-                error.show()
-            ctx.exit(2)  # click's own code for some is 1, which here means a finding
-        except KdgenError as error:
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            elif isinstance(error, RanksError) and _told_by_rank_0():
-                _tell_rank_0(str(error))
-            else:
-                # names in files may hold what a terminal would obey
-                text = printable_lines(str(error).expandtabs())
-                click.echo(f"kdgen: error: {text}", err=True)
-            ctx.exit(2)
-        except KeyboardInterrupt:
-            click.echo("kdgen: interrupted", err=True)
-            ctx.exit(130)
-        except BrokenPipeError:
-            _discard_output()  # whoever read it has enough
-            ctx.exit(128 + 13)
-        except OSError as error:  # what no stage expected of the file system: a full disk, a name too long, a folder that is gone
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            else:
-                file = "" if error.filename is None else f"{printable(str(error.filename))}: "
-                hints = {
-                    errno.ENOSPC: "; TMPDIR names another folder for temporary files",
-                    errno.EFBIG: "; ulimit -f limits this process",
-                }
-                hint = hints.get(error.errno or 0, "") if error.filename != "stdout" else ""
-                click.echo(f"kdgen: error: {file}{error.strerror or error} (--debug shows where{hint})", err=True)
-            try:
-                sys.stdout.flush()
-            except OSError:
-                _discard_output()
-            ctx.exit(2)
-        except MemoryError:
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            click.echo("kdgen: error: out of memory on the host", err=True)
-            ctx.exit(2)
-        except Exception as error:
-            if (code := _end_behind(error)) is not None:
-                ctx.exit(code)
-            traceback.print_exc()
-            click.echo("kdgen: this is a bug in kdgen; please report it with the lines above and `kdgen doctor --json`", err=True)
-            ctx.exit(2)
+        except (Exception, KeyboardInterrupt) as error:
+            ctx.exit(report_failure(error, ctx.params["debug"]))
+
+
+def _prepare_streams() -> None:
+    """Make stdout and stderr usable: open where they were closed, able to write every character, and stdout named in errors."""
+    from kdgen.cli.output import name_stdout, take_any_character  # not for --help
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the start
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        take_any_character(getattr(sys, name))
+    name_stdout()
 
 
 def _clean_up() -> None:
@@ -152,34 +105,9 @@ def _clean_up() -> None:
     remove_abandoned_scratch()
 
 
-def _told_by_rank_0() -> bool:
-    """Whether this process is another rank of a launcher's, which gives all ranks one command line: what is wrong with that is wrong for
-    all.
-    """
-    from kdgen.ranks.place import place_in
-
-    with contextlib.suppress(KdgenError):
-        place = place_in(os.environ)
-        return place is not None and place.rank > 0
-    return False
-
-
-def _tell_rank_0(problem: str) -> None:
-    """What is wrong with this rank's command, where rank 0 has found nothing wrong with its own and waits for this one."""
-    from kdgen.ranks.group import joined
-    from kdgen.ranks.place import place_in
-
-    with contextlib.suppress(KdgenError, KeyboardInterrupt):
-        place = place_in(os.environ)
-        if place is not None:
-            with joined(dataclasses.replace(place, seconds=min(place.seconds, TELL_SECONDS))) as group:
-                if group is not None:
-                    group.close(f"rank {place.rank}: {problem}")
-
-
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """While the block runs, a request to end (``kill``, a terminal that closes) raises SystemExit, so that nothing is left behind."""
+    """While the block runs, SIGTERM and SIGHUP raise SystemExit, so that the process cleans up before it ends."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -198,18 +126,8 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end_behind(error: Exception) -> int | None:
-    """The exit code of a request to end in whose wake ``error`` came, if it did: a library that was interrupted with a lock half taken
-    raises another error, which is no bug.
-    """
-    behind = error.__context__
-    while behind is not None and not isinstance(behind, SystemExit):
-        behind = behind.__context__
-    return behind.code if behind is not None and isinstance(behind.code, int) and behind.code > 128 else None
-
-
-def _lose_what_cannot_be_written(stream: TextIO | None) -> None:
-    """From the first error on, such as a full disk, ``stream`` writes to nowhere."""
+def _ignore_write_errors(stream: TextIO | None) -> None:
+    """Redirect ``stream`` to the null device at its first failing write, for example on a full disk."""
     if not isinstance(stream, io.TextIOWrapper):
         return
 
@@ -227,12 +145,6 @@ def _lose_what_cannot_be_written(stream: TextIO | None) -> None:
         return tried
 
     stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)  # type: ignore[method-assign]
-
-
-def _discard_output() -> None:
-    """Python flushes stdout once more at exit; give it somewhere to go."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=LazyGroup, context_settings={"auto_envvar_prefix": "KDGEN", "help_option_names": ["-h", "--help"]})

@@ -9,38 +9,38 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
 from kdgen.backends import backend_names
+from kdgen.cli.generate_options import DRAFTERS, Options, check_options
 from kdgen.cli.generate_report import Run, Timings, report_of, summary
 from kdgen.cli.options import Float, FloatRange, Integer, IntRange
 from kdgen.cli.output import byte_progress, compile_note, emit_json, status, warn
-from kdgen.cli.prompts import as_given, encode_prompt, in_utf8, read_prompt, read_text, warn_of_room
+from kdgen.cli.prompts import encode_prompt, read_prompt, read_text, warn_of_room
 from kdgen.cli.ranks import agreed_ranks
 from kdgen.cli.streaming import Live, to_nowhere, to_stdout
 from kdgen.drafters.base import Drafter
 from kdgen.drafters.by_name import OF_USERS, Making, drafter_called
 from kdgen.errors import KdgenError
-from kdgen.plan.ir import MAX_NODES, MAX_PATH, Compute
+from kdgen.plan.ir import MAX_NODES, MAX_PATH
 from kdgen.plan.ops.many_rows import CHUNK_TOKENS
-from kdgen.plan.shard import EXCHANGES, Exchange, Shard, check_shard
+from kdgen.plan.shard import EXCHANGES, Shard, check_shard
 from kdgen.ranks.group import Group, joined
 from kdgen.ranks.place import Place, place_in
 from kdgen.ranks.start import own_command, run_ranks
 from kdgen.runtime.decode import Decoded, Decoder, decode_plain, same_rows
 from kdgen.runtime.engine import Engine
-from kdgen.runtime.model import open_model, random_model, with_drafter
+from kdgen.runtime.model import Model, open_model, random_model, with_drafter
 from kdgen.runtime.pipeline import Ranks, check_plan, context_for, open_engine
 from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
-from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.text.tokenizer import load_tokenizer
+from kdgen.text.tokenizer import Tokenizer, load_tokenizer
 
-CPU_BUDGET = 15  #: emulated times say nothing about what pays
-DRAFTERS = ("none", *OF_USERS)
+CPU_BUDGET = 15  #: draft nodes of a tree by default; on the CPU, times of emulated kernels cannot choose a budget
 
 
 def _drafter_name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
@@ -140,121 +140,122 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context
-def command(
-    ctx: click.Context, model: str, prompt: str | None, prompt_ids: str | None, chat: bool, system: str | None, as_text: bool,
-    max_new_tokens: int, draft: str, draft_amplitude: float | None, chain: bool, budget: int | Literal["auto"] | None,
-    block_size: int,
-    backend: str | None, dtype: Compute | None, context: int | None, chunk: int | None, temperature: float, top_k: int, top_p: float,
-    min_p: float, sample_seed: int, ignore_eos: bool, check_exact: bool, random_weights: bool, layers: int | None, seed: int,
-    tp: int | None, exchange: Exchange | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Decode with a model's weights, plainly or with draft trees, which change the time it takes and nothing else: neither the likeliest
-    tokens nor those drawn with a --temperature.
+def command(ctx: click.Context, /, **given: Any) -> None:
+    """Decode with a model's weights, plainly or with draft trees. Draft trees change the time, and no token: neither the most probable
+    ones nor those drawn with a --temperature.
 
-    The model is a folder as published: config.json and safetensors, unquantized or with INT4 experts, and its tokenizer for text. What
-    it says goes to stdout as it comes, statistics to stderr. Ctrl-C ends it with those. Special tokens may be written out in a prompt.
+    The model is a published folder: config.json, safetensors (unquantized or with INT4 experts), and a tokenizer if the prompt is text.
+    The text goes to stdout while it is decoded, statistics go to stderr. Ctrl-C stops decoding and still prints statistics. A prompt may
+    spell out special tokens.
 
-    Without --draft, --check-exact compares with a run that takes the prompt token by token.
+    Without --draft, --check-exact compares with a run whose prompt is read one token a forward.
     """
-    if draft == "dflash" and not random_weights:
-        raise click.UsageError("--draft dflash makes a drafter up: add --random-weights, or name the drafter's folder")
-    if draft_amplitude is not None and draft in DRAFTERS:
-        raise click.UsageError("--draft-amplitude belongs to a drafter's folder: name one with --draft")
-    if chain and draft in DRAFTERS and draft != "dflash":
-        raise click.UsageError("--chain is for DFlash drafters")
-    if layers is not None and not random_weights:
-        raise click.UsageError("--layers cuts a model with made-up weights: add --random-weights")
-    if prompt_ids is not None and (prompt is not None or chat):
-        raise click.UsageError("--prompt-ids stands for the whole prompt: leave out --prompt and --chat")
-    if system is not None and not chat:
-        raise click.UsageError("--system is a message of a chat: add --chat")
-    if system is not None:
-        system = in_utf8(as_given(system), "--system")
-    sampling = Sampling(temperature, top_k, top_p, min_p, sample_seed)
-    if temperature == 0 and sampling != GREEDY:
-        values = {"--top-k": (top_k, 0), "--top-p": (top_p, 1), "--min-p": (min_p, 0), "--sample-seed": (sample_seed, 0)}
-        idle = " and ".join(option for option, (value, without) in values.items() if value != without)
-        if ctx.get_parameter_source("temperature") is click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"{idle}: for drawing tokens: add --temperature")
-        raise click.UsageError(f"{idle}: without effect at --temperature 0, which takes the likeliest token: leave it out, or raise that")
+    options = Options(**given)
+    check_options(options, ctx.get_parameter_source("temperature") is not click.core.ParameterSource.DEFAULT)
     place = place_in(os.environ)
-    ranks = agreed_ranks(place, tp, exchange)
+    ranks = agreed_ranks(place, options.tp, options.exchange)
     first = place is None or place.rank == 0
-    given = read_text(prompt) if prompt_ids is None and first else ""
-    with status() as say, _told(place):
-        say(f"opening {model}")
-        opened_model = random_model(model, layers, seed, draft == "dflash") if random_weights else open_model(Path(model))
-        if draft not in DRAFTERS:
-            opened_model = with_drafter(opened_model, Path(draft), draft_amplitude)
-        for note in opened_model.notes if first else ():
+    text = read_text(options.prompt) if options.prompt_ids is None and first else ""
+    with status() as say, _report_to_ranks(place):
+        say(f"opening {options.model}")
+        model = _open(options)
+        for note in model.notes if first else ():
             warn(note)
-        spec, files = opened_model.spec, opened_model.text
-        tokenizer = load_tokenizer(files) if as_text or prompt_ids is None else None
-    check_shard(spec, Shard(ranks))  # which every rank finds alike, so that none waits for others
-
-    def prompt_tokens() -> tuple[int, ...]:
-        if prompt_ids is not None or tokenizer is None:
-            return read_prompt(prompt_ids or "", spec.vocab_size)
-        return encode_prompt(files, tokenizer, given, chat, system, spec.vocab_size)
-
+        tokenizer = load_tokenizer(model.text) if options.as_text or options.prompt_ids is None else None
+    check_shard(model.spec, Shard(ranks))  # every rank gets the same result here, so no rank waits for another
+    prompt = partial(_prompt_tokens, options, model, tokenizer, text)
     if place is None and ranks > 1:
-        room = context_for(spec, len(prompt_tokens()), max_new_tokens, context)
-        check_plan(opened_model, room, dtype, Shard(ranks))
-        piped = f"{given}\n".encode() if prompt_ids is None and prompt in (None, "-") else None
-        try:
-            ctx.exit(run_ranks(own_command(sys.argv[1:]), ranks, given=piped))
-        except KeyboardInterrupt:
-            ctx.exit(130)  # the first rank has said what there is to say
+        ctx.exit(_start_ranks(options, model, ranks, prompt(), text))
     with joined(place) as group:
-        rank = group.rank if group else 0
-        tokens = _from_first(group, () if rank else prompt_tokens())
-        room = context_for(spec, len(tokens), max_new_tokens, context)
-        if not rank:
-            warn_of_room(room, len(tokens), max_new_tokens)
-        stop = () if ignore_eos else tuple(dict.fromkeys((*spec.eos_token_id, *files.end_tokens())))
-        if group:
-            who = draft if draft in DRAFTERS else "dflash"  # whose folder may have another path on another host
-            group.need_same(
-                {
-                    "--max-new-tokens": max_new_tokens, "end-of-sequence tokens": stop, "--draft": who, "--chain": chain,
-                    "--budget": budget, "--block-size": block_size, "--chunk": chunk, "--seed": seed,
-                    "options of sampling": sampling, "--check-exact": check_exact,
-                }
-            )  # fmt: skip
-        with byte_progress(f"{spec.name}: compiling kernels", f"{spec.name}: loading weights") as bar:
-            say_so = contextlib.nullcontext if rank else compile_note
-            opened = open_engine(opened_model, room, dtype, backend, seed, bar, Ranks(group, exchange) if group else None, say_so)
-        if budget is None:
-            budget = "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
-        run = Run(tokens, max_new_tokens, stop, draft, chain, budget, block_size, chunk, seed, sampling)
-        interrupted = False
-        with contextlib.ExitStack() as waiting:
-            say = waiting.enter_context(status())
-            live = Live(tokenizer, stop, *((to_nowhere,) if as_json or rank else (to_stdout, waiting.close)))
-            try:
-                decoded, exact = _decode(opened.engine, run, check_exact, live, say)
-            except KeyboardInterrupt:
-                if not live.steps:
-                    raise
-                interrupted, decoded, exact = True, live.decoded(draft != "none"), None
-        live.finish()
-        if group and exact is not None:
-            exact = all(json.loads(each) for each in group.exchange(json.dumps(exact).encode()))  # each compares a cache of its own
+        code = _generate(options, model, tokenizer, _from_rank_0(group, prompt), group)
+    ctx.exit(code)
+
+
+def _open(options: Options) -> Model:
+    if options.random_weights:
+        model = random_model(options.model, options.layers, options.seed, options.draft == "dflash")
+    else:
+        model = open_model(Path(options.model))
+    return model if options.draft in DRAFTERS else with_drafter(model, Path(options.draft), options.draft_amplitude)
+
+
+def _prompt_tokens(options: Options, model: Model, tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
+    vocab_size = model.spec.vocab_size
+    if options.prompt_ids is not None or tokenizer is None:
+        return read_prompt(options.prompt_ids or "", vocab_size)
+    return encode_prompt(model.text, tokenizer, text, options.chat, options.system_text(), vocab_size)
+
+
+def _start_ranks(options: Options, model: Model, ranks: int, prompt: tuple[int, ...], text: str) -> int:
+    """Run this command as ``ranks`` processes and return the job's exit code. Refuses first what every rank would refuse."""
+    room = context_for(model.spec, len(prompt), options.max_new_tokens, options.context)
+    check_plan(model, room, options.dtype, Shard(ranks))
+    piped = f"{text}\n".encode() if options.prompt_ids is None and options.prompt in (None, "-") else None
+    try:
+        return run_ranks(own_command(sys.argv[1:]), ranks, given=piped)
+    except KeyboardInterrupt:
+        return 130  # rank 0 has printed its statistics
+
+
+def _generate(options: Options, model: Model, tokenizer: Tokenizer | None, prompt: tuple[int, ...], group: Group | None) -> int:
+    """Build the engine, decode, report, and return the exit code."""
+    rank = group.rank if group else 0
+    room = context_for(model.spec, len(prompt), options.max_new_tokens, options.context)
+    if not rank:
+        warn_of_room(room, len(prompt), options.max_new_tokens)
+    stop = () if options.ignore_eos else tuple(dict.fromkeys((*model.spec.eos_token_id, *model.text.end_tokens())))
+    if group:
+        _need_same_options(group, options, stop)
+    with byte_progress(f"{model.spec.name}: compiling kernels", f"{model.spec.name}: loading weights") as bar:
+        note = contextlib.nullcontext if rank else compile_note
+        exchange = Ranks(group, options.exchange) if group else None
+        opened = open_engine(model, room, options.dtype, options.backend, options.seed, bar, exchange, note)
+    budget = options.budget if options.budget is not None else "auto" if opened.engine.backend.name == "cuda" else CPU_BUDGET
+    run = Run(
+        prompt, options.max_new_tokens, stop, options.draft, options.chain, budget, options.block_size, options.chunk, options.seed,
+        options.sampling,
+    )  # fmt: skip
+    interrupted = False
+    with contextlib.ExitStack() as waiting:
+        say = waiting.enter_context(status())
+        live = Live(tokenizer, stop, *((to_nowhere,) if options.as_json or rank else (to_stdout, waiting.close)))
+        try:
+            decoded, exact = _decode(opened.engine, run, options.check_exact, live, say)
+        except KeyboardInterrupt:
+            if not live.steps:
+                raise
+            interrupted, decoded, exact = True, live.decoded(options.draft != "none"), None
+    live.finish()
+    if group and exact is not None:
+        exact = all(json.loads(each) for each in group.exchange(json.dumps(exact).encode()))  # each rank compares its own cache
+    if not rank:
         seconds = (decoded.prefill_seconds, decoded.prepare_seconds, decoded.decode_seconds)
         timings = Timings(opened.build_seconds, opened.load_seconds, *seconds, live.first_token)
-        report = report_of(model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
-        if as_json and not rank:
+        report = report_of(options.model, opened, run, decoded, timings, live.text if tokenizer else None, interrupted, exact)
+        if options.as_json:
             emit_json("kdgen.generate/1", report)
-        elif not rank:
+        else:
             click.echo(summary(report, opened.engine), err=True)
-        if interrupted and group:
-            raise SystemExit(130)  # out of the block, for the other ranks must hear of it
-    ctx.exit(130 if interrupted else 1 if exact is False else 0)
+    if interrupted and group:
+        raise SystemExit(130)  # through the group's block, which reports it to the other ranks
+    return 130 if interrupted else 1 if exact is False else 0
+
+
+def _need_same_options(group: Group, options: Options, stop: tuple[int, ...]) -> None:
+    """Raises BackendError unless all ranks decode with the same options."""
+    drafter = options.draft if options.draft in DRAFTERS else "dflash"  # its folder may have another path on another host
+    group.need_same(
+        {
+            "--max-new-tokens": options.max_new_tokens, "end-of-sequence tokens": stop, "--draft": drafter, "--chain": options.chain,
+            "--budget": options.budget, "--block-size": options.block_size, "--chunk": options.chunk, "--seed": options.seed,
+            "options of sampling": options.sampling, "--check-exact": options.check_exact,
+        }
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _told(place: Place | None) -> Iterator[None]:
-    """While the block runs before the ranks meet, they do once it has failed: the others hear why, and need not wait for this one."""
+def _report_to_ranks(place: Place | None) -> Iterator[None]:
+    """While the block runs before the ranks are joined, report its error to them, so that they do not wait for this rank."""
     try:
         yield
     except KdgenError:
@@ -262,13 +263,15 @@ def _told(place: Place | None) -> Iterator[None]:
             raise
 
 
-def _from_first(group: Group | None, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Rank 0's ``tokens``: it alone has the input."""
-    return tokens if group is None else tuple(json.loads(group.exchange(json.dumps(tokens).encode())[0]))
+def _from_rank_0(group: Group | None, prompt: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    """The prompt's tokens, by a call of ``prompt`` on rank 0, because only rank 0 has the input."""
+    if group is None:
+        return prompt()
+    return tuple(json.loads(group.exchange(json.dumps(() if group.rank else prompt()).encode())[0]))
 
 
 def _decode(engine: Engine, run: Run, check: bool, live: Live, say: Callable[[str], None]) -> tuple[Decoded, bool | None]:
-    """The run asked for, shown on ``live``, and whether it equals plain decoding where that was asked too."""
+    """Decode ``run`` and show its tokens on ``live``. With ``check``, the second value is whether plain decoding gives the same."""
     name = engine.spec.name
     request = Request(run.prompt, run.max_new_tokens, run.stop, run.sampling, run.chunk or 0)
     plain = None
@@ -291,5 +294,5 @@ def _drafter(run: Run, spec: Spec) -> Drafter | None:
     if run.draft == "none":
         return None
     block_size = min(run.block_size, spec.draft.block_size) if spec.draft else run.block_size
-    name = run.draft if run.draft in OF_USERS else "dflash"  # else it is the folder of one
+    name = run.draft if run.draft in OF_USERS else "dflash"  # otherwise it is a drafter's folder
     return drafter_called(name, Making(spec.vocab_size, block_size=block_size, chain=run.chain))

@@ -205,8 +205,8 @@ def test_drafters_that_are_none(model: Path, drafter: Path, tmp_path: Path) -> N
     assert "add --random-weights, or name the drafter's folder" in refused(model, "--draft", "dflash")
     assert "has no drafter: add a draft: section" in refused("tiny", "--random-weights", "--draft", "dflash")
     assert "is no DFlash drafter" in refused(model, "--draft", str(model))
-    assert "--draft-amplitude belongs to a drafter's folder" in refused(model, "--draft-amplitude", "1.4")
-    assert "--chain is for DFlash drafters" in refused(model, "--chain", "--draft", "ngram")
+    assert "--draft-amplitude needs a drafter's folder" in refused(model, "--draft-amplitude", "1.4")
+    assert "--chain needs a DFlash drafter" in refused(model, "--chain", "--draft", "ngram")
     other = write_drafter(tmp_path / "other", DRAFT.model_copy(update={"mask_token_id": 40}), {})
     assert "dflash_config.mask_token_id = 40: is not below vocab_size 40" in refused(model, "--draft", str(other))
     (tmp_path / "empty").mkdir()
@@ -349,9 +349,9 @@ def test_options_that_make_no_sense(model: Path) -> None:
     ):
         assert option in refused(model, option, value)
     for option, value in (("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1"), ("--sample-seed", "3")):
-        assert f"{option}: for drawing tokens: add --temperature" in refused(model, option, value)
-        assert f"{option}: without effect at --temperature 0" in refused(model, "--temperature", "0", option, value)
-    assert "--top-k and --top-p: without effect" in refused(model, "--temperature", "0", "--top-p", "0.9", "--top-k", "4", "--min-p", "0")
+        assert f"{option}: has an effect only on tokens that are drawn: add --temperature" in refused(model, option, value)
+        assert f"{option}: has no effect at --temperature 0" in refused(model, "--temperature", "0", option, value)
+    assert "--top-k and --top-p: has no effect" in refused(model, "--temperature", "0", "--top-p", "0.9", "--top-k", "4", "--min-p", "0")
     assert "between 0.001 and 100, not nan" in refused(model, "--temperature", "nan")
 
 
