@@ -214,9 +214,9 @@ def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
         (["--plot", "roof.svg", "--no-kernels"], "leave out --no-kernels"),
         (["--nodes", "65"], "--nodes takes numbers from 1 to 64"),
         (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context, --prefill or --nodes"),
-        (["--nodes", "some"], "is no list of numbers"),
+        (["--nodes", "some"], "is not a list of numbers"),
         (["--exchange", "peer"], "--exchange is between ranks: add --tp"),
-        (["--tp", "2", "--peers"], "of ranks, steps and their kernels are timed: leave out --experts, --prefill, --peers"),
+        (["--tp", "2", "--peers"], "several ranks time steps and the kernels in them: leave out --experts, --prefill, --peers"),
         (["--tp", "3"], "3 ranks cannot share it"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) 
     for more in ((), ("--tp", "2")):  # before weights are made up, and not by naming a backend that cannot be chosen
         result = bench(*more)
         assert result.exit_code == 2
-        assert result.stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` says")
+        assert result.stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` shows")
     with monkeypatch.context() as rank:  # which has to choose its GPU before anything asks for one
         rank.setattr(kdgen.cli.bench, "place_in", lambda environment: Place(0, 1, 0, "", 0))
         rank.setattr(kdgen.cli.bench, "joined", lambda place: nullcontext(None))
@@ -264,7 +264,7 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cpu_backend: Backend) 
             raise BackendError("no GPU can be used: the CPU backend runs the same kernels without one")
 
         rank.setattr(kdgen.cli.bench, "open_shard", no_gpu)
-        assert bench().stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` says")
+        assert bench().stderr.startswith("kdgen: error: a benchmark needs a GPU, and none can be used: none today; `kdgen plan` shows")
     monkeypatch.setattr(kdgen.cli.bench, "cuda_unusable", lambda: None)
     monkeypatch.setattr(kdgen.cli.bench, "open_shard", lambda group, name, exchange: (cpu_backend, WHOLE))
     result = bench()
