@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before anything imports NumPy: there is a worker for each core already
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +26,13 @@ settings.register_profile("nightly", max_examples=500, deadline=None, print_blob
 # a GPU is lent by the minute: few examples, and no complaint that the first one compiles kernels
 settings.register_profile("gpu", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist chooses
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With ``-n``, a worker runs neighbouring tests, which need the same kernels, and takes others' when it has no more."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
 
 
 def pytest_configure() -> None:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kdgen.codegen.cache import Cache, digest
 from kdgen.errors import KdgenError
 from kdgen.files.requirements import requirement
 from kdgen.files.temporary import scratch_folder
 
 #: Google's style with longer lines. Comments keep their breaks: the header's command has to stay on one line.
 STYLE = "{BasedOnStyle: Google, Language: Cpp, ColumnLimit: 110, DerivePointerAlignment: false, ReflowComments: Never}"
+_FORMATTED = ".cu"  # an entry of the cache: a formatted text
 
 
 def clang_format(text: str) -> str:
@@ -36,6 +38,20 @@ def clang_format_many(texts: Sequence[str]) -> list[str]:
         # by names in their folder: clang-format takes a % in a path for a place to be filled in
         _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=folder)
         return [file.read_bytes().decode() for file in files]
+
+
+def clang_format_cached(texts: Sequence[str], cache: Cache) -> list[str]:
+    """Every text formatted: from ``cache`` where it has that text from this version and style, the others by one process.
+
+    Raises KdgenError as ``clang_format_many``.
+    """
+    keys = [digest(clang_format_version(), STYLE, text) for text in texts]
+    found = {key: entry.decode() for key in keys if (entry := cache.read("text", key, _FORMATTED)) is not None}
+    missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in found}
+    for key, formatted in zip(missing, clang_format_many([*missing.values()]), strict=True):
+        found[key] = formatted
+        cache.put("text", key, _FORMATTED, formatted.encode())
+    return [found[key] for key in keys]
 
 
 @functools.cache

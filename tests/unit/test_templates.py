@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -131,6 +132,19 @@ def test_a_template_that_does_not_fit_names_itself_and_the_kernel() -> None:
     kernels = tuple(dataclasses.replace(k, params=Advance("argmax")) if k.name == "argmax" else k for k in plan.kernels)
     with pytest.raises(KdgenError, match=r"template argmax\.cu\.j2, kernel argmax of tiny: .*sharded"):
         render(dataclasses.replace(plan, kernels=kernels))
+
+
+def test_an_edited_template_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own text and what it includes, though this process keeps its templates, and the cache what Jinja2 made of them."""
+    shutil.copytree(templates_dir(), tmp_path / "templates")
+    monkeypatch.setenv("KDGEN_TEMPLATES_DIR", str(tmp_path / "templates"))
+    (plan,) = plans_for(["tiny"])
+    plan = dataclasses.replace(plan, kernels=(plan.kernel("argmax"),))
+    for edit in range(2):
+        for part in ("kernels/argmax.cu.j2", "lib/argmax.cuh.j2"):
+            file = tmp_path / "templates" / part
+            file.write_text(f"{file.read_text()}// edit {edit} of {part}\n")
+            assert f"// edit {edit} of {part}\n" in render(plan)[0].text
 
 
 @pytest.mark.parametrize(
