@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 
 class KdgenError(Exception):
-    """Bad input or a missing piece of the environment. The message says what is wrong and what to do."""
+    """Bad input, or something that the environment lacks. The message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a file: where, what stands there, why it cannot be, in that order."""
+    """One problem in a file: its place, the value there, and why that value is refused, in this order."""
 
     file: str
     key: str
@@ -28,7 +28,7 @@ class Finding:
 
 
 class SpecError(KdgenError):
-    """A spec or config was refused. ``findings`` holds everything that is wrong with it, not just the first."""
+    """A spec or config was refused. ``findings`` holds all its problems, not just the first."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
@@ -36,11 +36,11 @@ class SpecError(KdgenError):
 
 
 class CompileError(KdgenError):
-    """A kernel did not compile; the message carries the kernel's name, the template and the compiler's log."""
+    """A kernel did not compile; the message gives the kernel's name, the template and the compiler's log."""
 
 
 class RanksError(KdgenError):
-    """So many ranks cannot share this model. Every rank finds that by itself, alike, so of several the first one says it."""
+    """This number of ranks cannot share this model. Every rank finds that by itself, so only rank 0 reports it."""
 
 
 class BackendError(KdgenError):
@@ -48,7 +48,7 @@ class BackendError(KdgenError):
 
 
 class LogitsError(KdgenError):
-    """Logits hold a NaN or an infinity, so that no token can be chosen by them. ``sequence`` is the engine's, ``position`` the token's."""
+    """Logits hold a NaN or an infinity, so that no token can be chosen. ``sequence`` is the engine's number, ``position`` the token's."""
 
     def __init__(self, model: str, sequence: int, position: int) -> None:
         self.sequence, self.position = sequence, position

@@ -1,4 +1,4 @@
-"""``kdgen build``: the generated folders, written and compiled, or checked."""
+"""``kdgen build``: write and compile the generated folders, or check them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kdgen.plan.ir import Compute, Plan
 
 @click.command("build", short_help="Generate and compile the kernels of model specs.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
-@click.option("--arch", "archs", multiple=True, default=DEFAULT_ARCHS, show_default=True, help="GPU architecture; give it once for each.")
-@click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="Compute type, instead of the spec's own.")
+@click.option(
+    "--arch", "archs", multiple=True, default=DEFAULT_ARCHS, show_default=True, help="GPU architecture; repeat the option for several."
+)
+@click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec's own if left out.")
 @click.option("--out", type=click.Path(path_type=Path), default="generated", show_default=True, help="Folder to write <spec>/ into.")
-@click.option("--check", "only_check", is_flag=True, help="Write nothing; show what differs as a diff, and exit with 1 if anything does.")
+@click.option("--check", "only_check", is_flag=True, help="Write nothing; show differences as a diff, and exit with 1 if there are any.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.build/1, or kdgen.check/1 with --check).")
-@click.option("--jobs", type=IntRange(min=1), help="Kernels compiled at a time (default: one a CPU).")
+@click.option("--jobs", type=IntRange(min=1), help="Kernels compiled at the same time.  [default: the number of CPUs]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -35,9 +37,9 @@ def command(
 ) -> None:
     """Generate the CUDA C++ of each SPEC (a YAML file, or the name of a shipped spec) and compile it with NVRTC.
 
-    Needs no GPU, driver or CUDA toolkit. Only files that differ are written, and only kernels that changed are compiled.
+    The command needs no GPU, driver or CUDA toolkit. It writes only files that differ, and compiles only kernels that changed.
 
-    Without SPEC: every shipped spec, and tiny, tiny2 and tiny-dflash in f32 too.
+    Without SPEC, it builds every shipped spec, and tiny, tiny2 and tiny-dflash also in f32.
     """
     plans = plans_for(specs, compute)
     cache = Cache.default()
@@ -73,14 +75,14 @@ def _show_check(found: CheckReport) -> None:
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         click.echo(f"{printable(where)}: {counts}, of {found.files} files; the same command without --check writes them")
     else:
-        click.echo(f"{printable(where)}: {found.files} files, all as they are generated")
+        click.echo(f"{printable(where)}: {found.files} files, none differs from what is generated")
 
 
 def _show_build(report: BuildReport) -> None:
     for folder in report.folders:
         _show_folder(folder, report.archs)
     kernels = report.compiled + report.cached
-    cached = f"; {report.cached} are marked *: compiled earlier, taken from the cache; s is what that took" if report.cached else ""
+    cached = f"; {report.cached}, marked *, were in the cache; their s is the time of the earlier compilation" if report.cached else ""
     click.echo(f"{kernels} kernels for {', '.join(report.archs)} with NVRTC {report.nvrtc} in {report.seconds:.1f} s{cached}")
 
 

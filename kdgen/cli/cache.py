@@ -10,7 +10,7 @@ from kdgen.codegen.cache import Cache
 
 @click.group("cache")
 def command() -> None:
-    """Show or clear the cache of compiled kernels. KDGEN_CACHE_DIR, an environment variable, puts it elsewhere."""
+    """Show or clear the cache of compiled kernels. The environment variable KDGEN_CACHE_DIR moves it to another folder."""
 
 
 @command.command("dir")
@@ -21,7 +21,7 @@ def directory() -> None:
 
 @command.command("clear")
 def clear() -> None:
-    """Remove everything kdgen put into the cache."""
+    """Remove everything that kdgen wrote to the cache."""
     cache = Cache.default()
     size = cache.size()
     click.echo(f"removed {cache.clear()} files, {size_text(size)}, from {cache.path}")

@@ -1,4 +1,4 @@
-"""``kdgen demo``: the model that comes with kdgen, decoded with draft trees as it streams, then plainly."""
+"""``kdgen demo``: decode with the shipped model, with draft trees while the text streams, then plainly, and compare."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from kdgen.runtime.pipeline import context_for, open_engine
 from kdgen.runtime.request import Request
 from kdgen.text.tokenizer import Tokenizer, load_tokenizer
 
-#: One after another; both are seen on dark and on light ground.
+#: Colours of consecutive steps in turn; both are legible on dark and on light backgrounds.
 STEP_STYLES = ("cyan", "magenta")
-BAR = 40  #: characters of the longest
+BAR = 40  #: characters of the histogram's longest bar
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the command was given. ``prompt``: text; None: the held-out prompt of that number, from 1 on."""
+    """The command's options. ``prompt`` is text; None stands for the held-out prompt ``prompt_number``, counted from 1."""
 
     prompt: str | None
     prompt_number: int
@@ -47,7 +47,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of decoding. The first token comes from the prompt's forward, which is not counted."""
+    """One way of decoding. ``forwards`` leaves out the prompt's forward, which gives the first token."""
 
     method: str
     forwards: int
@@ -61,10 +61,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Demo:
-    """``prompt_path`` and ``prompt_line`` say where the prompt stands in the standard library; null: it was given.
+    """``prompt_path`` and ``prompt_line`` say where the prompt is in the standard library; null if the user gave the prompt.
 
-    ``histogram`` has an entry a step, by the tokens that it accepted, from 1 (the root alone) on. ``tree`` is that of the step
-    that accepted most beyond the first guesses, where it was asked for.
+    ``histogram[i]`` is the number of steps that accepted i + 1 nodes, the root included. ``tree`` is the tree of the step that accepted
+    most beyond the first guesses; null unless --tree asked for it.
     """
 
     backend: str
@@ -107,7 +107,7 @@ def list_prompts(as_json: bool) -> None:
 
 
 def run(given: Given, with_tree: bool, as_json: bool) -> bool:
-    """Decode, print, and say whether draft trees changed nothing."""
+    """Decode and print. Returns whether both ways gave the same tokens and cache bits."""
     folder = demo_dir()
     model = with_drafter(open_model(folder / "model-int4"), folder / "drafter")
     spec, tokenizer = model.spec, load_tokenizer(model.text)
@@ -115,7 +115,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
     context = context_for(spec, len(prompt.tokens), given.max_new_tokens)
     warn_of_room(context, len(prompt.tokens), given.max_new_tokens)
     with status() as say:
-        say("generating and compiling kernels (kept for the next time)")
+        say("generating and compiling kernels (later runs read them from the cache)")
         engine = open_engine(model, context, given.dtype, given.backend, compiling=compile_note).engine
     if not as_json:
         click.echo(f"A small language model of Python source, {engine.plan.compute} on {engine.backend.description}.")
@@ -140,7 +140,7 @@ def run(given: Given, with_tree: bool, as_json: bool) -> bool:
                 live.finish()
     rows = engine.cache_rows()
     with status() as say:
-        say("the same again plainly, one token a forward")
+        say("decoding the same plainly, one token a forward")
         plain = decode_plain(engine, Request(prompt.tokens, given.max_new_tokens, stop=spec.eos_token_id))
     same_bits = same_rows(engine.cache_rows(), rows)
     counts = Counter(tree.acceptance_lengths)
@@ -188,7 +188,7 @@ def _legend(prompt: Prompt) -> str:
 
 
 def _painter(prompt: str) -> Callable[[str], None]:
-    """Writes the prompt, then each step's text in another colour."""
+    """A function that writes the prompt before its first text, and each step's text in the other colour."""
     out, steps = console(), 0
 
     def write(text: str) -> None:
@@ -207,8 +207,8 @@ def _print(report: Demo, tokenizer: Tokenizer) -> None:
     out = console()
     if report.tree:
         count, of, chain = accepted(report.tree), len(report.tree), guessed(report.tree)
-        click.echo(f"\nThe step where the tree helped most: {count} of {of} nodes accepted (✓), the root first;")
-        click.echo(f"the first guess at each depth alone would have given {chain}.")
+        click.echo(f"\nThe step in which the tree gained most: {count} of {of} nodes accepted (✓), the root included;")
+        click.echo(f"a chain of the first guesses would have had {chain} accepted.")
         out.print(draw(report.tree, tokenizer))
     click.echo()
     emit_table(
@@ -217,7 +217,7 @@ def _print(report: Demo, tokenizer: Tokenizer) -> None:
         right=(1, 2, 3),
     )
     if report.histogram:
-        click.echo("\nnodes accepted in a step, the root included, and in how many steps")
+        click.echo("\nnodes accepted in a step, the root included, and the number of such steps")
     most = max(report.histogram, default=1)
     for length, count in enumerate(report.histogram, 1):
         click.echo(f"{length:4} {'█' * -(-count * BAR // most)} {count}")
@@ -228,5 +228,5 @@ def _print(report: Demo, tokenizer: Tokenizer) -> None:
 
 def _note_on_times(engine: Engine) -> str:
     if engine.backend.name == "cuda":
-        return "a step of a new size is recorded; from then on it is one CUDA graph"
-    return "on the CPU every GPU thread is emulated: compare forwards, not seconds"
+        return "the first step of each size is recorded as a CUDA graph, which takes longer"
+    return "the CPU emulates every GPU thread: compare forwards, not seconds"

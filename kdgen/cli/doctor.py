@@ -1,4 +1,4 @@
-"""``kdgen doctor``: what this machine has of what kdgen needs."""
+"""``kdgen doctor``: what kdgen needs, and what this machine has."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class DoctorReport:
     clang_format: str | None
     cxx_compiler: str | None  #: for the CPU backend
     gpu: Gpu | None
-    gpu_reason: str | None  #: why there is none
+    gpu_reason: str | None  #: why no GPU can be used
     cache: CacheState
-    problems: tuple[str, ...]  #: what kdgen needs and this machine lacks, with what to do
+    problems: tuple[str, ...]  #: what this machine lacks, and what to do about it
 
 
 def examine() -> DoctorReport:
-    """Look, without changing anything but a probe file in the cache directory."""
+    """Examine this machine. The only change is a probe file in the cache's folder, removed at once."""
     problems: list[str] = []
     nvrtc: str | None = None
     archs: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_state(cache: Cache) -> CacheState:
-    """Whether the cache's directory, or the nearest one above it that exists, takes a file."""
+    """The cache's state. It is writable if a file can be made in its folder, or in the nearest parent that exists."""
     exists = cache.path.is_dir()
     nearest = next(place for place in (cache.path, *cache.path.absolute().parents) if place.exists())
     try:
@@ -116,7 +116,7 @@ def cache_state(cache: Cache) -> CacheState:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.doctor/1), to attach to a bug report.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """Report versions, compilers, GPU and cache. Exit code 1 when something kdgen needs is missing."""
+    """Report versions, compilers, GPU and cache. The exit code is 1 if something that kdgen needs is missing."""
     report = examine()
     if as_json:
         emit_json("kdgen.doctor/1", report)

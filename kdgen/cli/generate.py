@@ -1,4 +1,4 @@
-"""``kdgen generate``: decode with a model's weights."""
+"""``kdgen generate``: decode with a model's weights, plainly or with draft trees."""
 
 from __future__ import annotations
 
@@ -60,83 +60,89 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str | None) -> i
 
 
 @click.command("generate", short_help="Continue text or token ids with a model's weights, plainly or with draft trees.")
-@click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or what `kdgen import` made of it.")
-@click.option("--prompt", metavar="TEXT|-", help="The prompt; - or nothing: what is piped in, less a newline at its end.")
+@click.option("--model", required=True, metavar="DIR|FILE.kdtr", help="A published model's folder, or a file made by `kdgen import`.")
+@click.option("--prompt", metavar="TEXT|-", help="The prompt; if - or left out, read from stdin without the newline at its end.")
 @click.option("--prompt-ids", metavar="IDS|@FILE", help="The prompt's token ids instead: 5,17,9, or a file of them.")
-@click.option("--chat", is_flag=True, help="The prompt is a message, put into the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the system message before it.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message before the user's.")
 @click.option("--text", "as_text", is_flag=True, help="With --prompt-ids: print text, not token ids.")
-@click.option("--max-new-tokens", type=IntRange(min=1), default=32, show_default=True, help="Tokens to decode at most.")
+@click.option("--max-new-tokens", type=IntRange(min=1), default=32, show_default=True, help="Most tokens to decode.")
 @click.option(
     "--draft",
     metavar="NAME|DIR",
     default="none",
     show_default=True,
     callback=_drafter_name,
-    help="Who proposes draft trees: a published DFlash drafter's folder; ngram, which looks in the text so far; none. With --random-weights"
-    " also dflash, a drafter with such weights.",
+    help="What proposes draft trees: a published DFlash drafter's folder; ngram, which searches the text so far; or none. With"
+    " --random-weights also dflash, a drafter with random weights.",
 )
-@click.option("--draft-amplitude", type=FloatRange(min=0, min_open=True), help="Amplitude of a drafter's YaRN, instead of its config's.")
-@click.option("--chain", is_flag=True, help="A DFlash drafter's best token at each depth, and no tree.")
+@click.option(
+    "--draft-amplitude", type=FloatRange(min=0, min_open=True), help="YaRN attention factor of the drafter, instead of its config's."
+)
+@click.option("--chain", is_flag=True, help="Use only the DFlash drafter's best token at each depth: a chain instead of a tree.")
 @click.option(
     "--budget",
     metavar="N|auto",
     callback=_budget,
-    help=f"Most draft nodes of a tree; auto: as many as pay. [default: auto on a GPU, {CPU_BUDGET} on a CPU]",
+    help=f"Most draft nodes in a tree; auto chooses by measured times.  [default: auto on a GPU, {CPU_BUDGET} on a CPU]",
 )
-@click.option("--block-size", type=IntRange(2, MAX_PATH), default=8, show_default=True, help="Root and deepest draft token.")
-@click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; a GPU if there is one.")
-@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model decides without it.")
-@click.option("--context", type=IntRange(min=1), help="Tokens to make room for; as many as prompt and output need without it.")
+@click.option(
+    "--block-size", type=IntRange(2, MAX_PATH), default=8, show_default=True, help="Most nodes on a path of a tree, its root counted."
+)
+@click.option("--backend", type=click.Choice(backend_names()), help="Where kernels run; if left out, on a GPU if there is one.")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the model's own if left out.")
+@click.option("--context", type=IntRange(min=1), help="Tokens that the cache has room for; if left out, as many as prompt and output need.")
 @click.option(
     "--chunk",
     type=IntRange(1, CHUNK_TOKENS),
-    help="Most prompt tokens a forward; changes no bit. [default: 2048 on one Hopper GPU, 64 elsewhere]",
+    help="Most prompt tokens in a forward; changes no bit of the result.  [default: 2048 on one Hopper GPU, otherwise 64]",
 )
-@click.option("--temperature", type=Float(), default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the likeliest.")
 @click.option(
-    "--top-k", type=Integer(), default=0, show_default=True, help="With --temperature: draw from the k likeliest tokens; 0: from all."
+    "--temperature", type=Float(), default=0.0, show_default=True, help="Draw tokens at this temperature; 0 takes the most probable token."
+)
+@click.option(
+    "--top-k", type=Integer(), default=0, show_default=True, help="With --temperature: draw from the k most probable tokens; 0: from all."
 )
 @click.option(
     "--top-p",
     type=Float(),
     default=1.0,
     show_default=True,
-    help="With --temperature: draw from the likeliest tokens that together have this probability.",
+    help="With --temperature: draw from the most probable tokens whose probabilities add up to this.",
 )
 @click.option(
     "--min-p",
     type=Float(),
     default=0.0,
     show_default=True,
-    help="With --temperature: leave out tokens less likely than this part of the likeliest.",
+    help="With --temperature: leave out tokens whose probability is below this fraction of the most probable one's.",
 )
 @click.option(
     "--sample-seed",
     type=Integer(),
     default=0,
     show_default=True,
-    help="With --temperature: the same seed draws the same tokens, with drafts or without.",
+    help="With --temperature: the same seed draws the same tokens, with or without drafts.",
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at the model's end-of-sequence tokens.")
 @click.option(
     "--check-exact",
     is_flag=True,
-    help="Decode a second time, plainly, and compare tokens and the bits of every cache row: exit code 1 if any differ, and at least"
-    " twice the time. Off without it.",
+    help="Also decode plainly, and compare tokens and the bits of every cache row. The exit code is 1 if any differ. Takes at least twice"
+    " the time.",
 )
-@click.option("--random-weights", is_flag=True, help="Make weights up; --model is then a spec (name or file) or a config's folder.")
-@click.option("--layers", type=IntRange(min=1), help="With --random-weights: the first so many layers only.")
-@click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights and drafters.")
+@click.option("--random-weights", is_flag=True, help="Use random weights; --model is then a spec's name or file, or a config's folder.")
+@click.option("--layers", type=IntRange(min=1), help="With --random-weights: use only the first N layers.")
+@click.option("--seed", type=IntRange(0, 2**64 - 1), default=0, show_default=True, help="Seed of random weights.")
 @click.option(
     "--tp",
     type=IntRange(min=1),
-    help="GPUs (or CPU processes) that share the model, started here unless torchrun, mpirun or srun did.",
+    help="GPUs (or CPU processes) that share the model; this command starts them unless torchrun, mpirun or srun did.",
 )
 @click.option(
     "--exchange",
     type=click.Choice(EXCHANGES),
-    help="How ranks exchange: peer memory, or gathers by NCCL. [default: peer where they reach each other's memory]",
+    help="How ranks exchange data: peer memory, or gathers by NCCL.  [default: peer if they reach each other's memory]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.generate/1).")
 @click.pass_context

@@ -1,4 +1,4 @@
-"""What ``kdgen generate`` reports: tokens, times, draft trees and versions."""
+"""The report of ``kdgen generate``: tokens, times, draft trees and versions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kdgen.spec.sampling import Sampling
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. ``build`` makes and compiles the kernels, ``load`` the weights; the others are those of the run reported.
+    """Seconds. ``build`` is for making and compiling kernels, ``load`` for loading weights; the others are times of the reported run.
 
-    ``prepare`` records rounds as graphs and measures them. ``first_token`` counts from the start of the process; null: not known.
+    ``prepare`` is for recording rounds as graphs and measuring them. ``first_token`` counts from the process's start; null if unknown.
     """
 
     build: float
@@ -36,7 +36,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class BudgetUse:
-    """How many forwards had a tree budget, and the tokens they gave."""
+    """The forwards with one tree budget, and the tokens that they gave."""
 
     budget: int
     forwards: int
@@ -48,16 +48,16 @@ class Versions:
     kdgen: str
     python: str
     numpy: str
-    nvrtc: str | None  #: on the GPU alone
+    nvrtc: str | None  #: null on the CPU backend
 
 
 @dataclass(frozen=True)
 class Generated:
     """What was decoded, and how.
 
-    ``acceptance_lengths`` has one entry a draft tree, its root counted; it is empty without drafts. ``target_forwards`` leaves the
-    prompt out. ``exact`` says whether plain decoding gave the same tokens and the same bits in every cache row; null: not asked.
-    ``text`` is that of the tokens, where the prompt was text or --text asked for it.
+    ``acceptance_lengths`` has the number of accepted nodes of each draft tree, its root counted; it is empty without drafts.
+    ``target_forwards`` leaves the prompt out. ``exact`` says whether plain decoding gave the same tokens and the same bits in every cache
+    row; null without --check-exact. ``text`` is the tokens' text; null if the prompt was token ids and --text was not given.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Run:
-    """How to decode; what the options of the command say."""
+    """How to decode: the command's options after defaults are resolved."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -129,7 +129,7 @@ def report_of(
 
 def _uses(decoded: Decoded) -> tuple[BudgetUse, ...]:
     forwards, tokens = Counter(decoded.budgets), Counter[int]()
-    for budget, length in zip(decoded.budgets, decoded.acceptance_lengths, strict=False):  # an interrupted run has none
+    for budget, length in zip(decoded.budgets, decoded.acceptance_lengths, strict=False):  # an interrupted run has no budgets
         tokens[budget] += length
     return tuple(BudgetUse(budget, forwards[budget], tokens[budget]) for budget in sorted(forwards))
 
@@ -147,10 +147,10 @@ def summary(report: Generated, engine: Engine) -> str:
     if report.budget == "auto" and report.budgets:
         lines.append("budgets: " + ", ".join(f"{use.budget} in {use.forwards} forwards" for use in report.budgets))
     began = []
-    if not report.interrupted and (report.budget == "auto" or times.prepare >= 0.005):  # less shows as 0.00: nothing to record there
+    if not report.interrupted and (report.budget == "auto" or times.prepare >= 0.005):  # less would show as 0.00
         began.append(f"rounds recorded{' and measured' if report.budget == 'auto' else ''} in {times.prepare:.2f} s")
     if not report.interrupted and times.first_token is not None:
-        began.append(f"the first token came {times.first_token:.1f} s after the process began")
+        began.append(f"first token {times.first_token:.1f} s after the process started")
     if began:
         lines.append("; ".join(began))
     if report.exact is not None:

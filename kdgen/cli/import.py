@@ -1,4 +1,4 @@
-"""``kdgen import``: a published model, packed once."""
+"""``kdgen import``: pack a published model into one file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kdgen.weights.stream import remove_leavings
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written; ``seconds`` includes reading and packing."""
+    """What was written. ``seconds`` includes reading and packing."""
 
     file: str
     spec: str
@@ -33,20 +33,20 @@ class Imported:
 @click.command("import", short_help="Pack a published model into one .kdtr file that loads as it is.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.kdtr")
-@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type to pack for; the model decides without it.")
-@click.option("--force", is_flag=True, help="Replace OUT.kdtr if it is there.")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type to pack for; the model's own if left out.")
+@click.option("--force", is_flag=True, help="Replace OUT.kdtr if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.import/1).")
 def command(model: Path, out: Path, dtype: Compute | None, force: bool, as_json: bool) -> None:
     """Pack the published model in DIR into OUT.kdtr, in the layouts that its kernels read.
 
-    Loading that file is a plain copy; tokenizer and chat template go along. It is tied to its compute type and to this version's
-    layouts; `kdgen generate` says when it has to be made again. It appears whole or not at all.
+    Loading that file is a plain copy. It also holds the tokenizer and the chat template. It fits one compute type and the layouts of this
+    version of kdgen; `kdgen generate` says when it has to be made again. An interrupted import leaves no OUT.kdtr.
     """
     if out.suffix != ".kdtr":
-        raise KdgenError(f"{out}: the file to write must be called something.kdtr")
+        raise KdgenError(f"{out}: the name of the file to write must end in .kdtr")
     remove_leavings(out)
     if out.exists() and not force:
-        raise KdgenError(f"{out}: is there already; --force replaces it")
+        raise KdgenError(f"{out}: exists already; --force replaces it")
     if not out.parent.is_dir():
         raise KdgenError(f"{out}: its folder {out.parent} does not exist")
     opened = open_model(model)

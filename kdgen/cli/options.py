@@ -1,4 +1,4 @@
-"""Types of options that are numbers, in plain digits: Python also takes other scripts' digits, and underscores between them."""
+"""Types of options that are numbers in ASCII digits. Python alone also takes other scripts' digits, and underscores between digits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from click.types import FloatParamType, IntParamType
 
 
 def plain(text: str) -> bool:
-    """Whether a number may be written so."""
+    """Whether ``text`` is ASCII without underscores, as numbers have to be."""
     return text.isascii() and "_" not in text
 
 
-class _Plain(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks alone
+class _Plain(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not plain(value):
-            self.fail(f"{value!r} is not a number in plain digits.", param, ctx)
+            self.fail(f"{value!r} is not a number in ASCII digits.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -38,5 +38,5 @@ class FloatRange(_Plain, click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if number != number:
-            self.fail(f"{value} is no number.", param, ctx)
+            self.fail(f"{value} is not a number.", param, ctx)
         return number

@@ -1,4 +1,4 @@
-"""What commands share: results as a table or as JSON of the same dataclass on stdout, progress and warnings on stderr."""
+"""Output of all commands: results on stdout, as a table or as JSON of the same dataclass; progress and warnings on stderr."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-NOTE_SECONDS = 1.0  #: of compiling, after which it is said
-NARROWEST = 60  #: columns that tables and trees are laid out for at least; a narrower terminal breaks their lines
+NOTE_SECONDS = 1.0  #: after which a note says that kernels are being compiled
+NARROWEST = 60  #: the least width, in columns, of tables and trees; a narrower terminal breaks their lines
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A rich console on ``stream`` (stdout). NO_COLOR is honoured; where there is no terminal, nothing is cut to its width."""
+    """A rich console on ``stream``, by default stdout. It honours NO_COLOR. Output that goes to no terminal is not cut to a width."""
     from rich.console import Console
 
     file = stream or sys.stdout
     out = Console(file=file, highlight=False, markup=False, emoji=False, width=None if file.isatty() else 1000)
-    if stream is None and out.width < NARROWEST:  # rich leaves out what does not fit; status lines on stderr may be cut
+    if stream is None and out.width < NARROWEST:  # rich cuts what does not fit, which only status lines on stderr may be
         out.width = NARROWEST
     return out
 
 
 def take_any_character(stream: TextIO) -> None:
-    """See to it that no character ends a command: one that the locale's encoding lacks is written as an escape. ASCII becomes UTF-8,
-    for a terminal with no locale set nearly always knows it; click writes so, too."""
+    """Let ``stream`` write every character: one that the locale's encoding lacks is written as an escape. ASCII becomes UTF-8, as in
+    click, because a terminal without a locale nearly always understands UTF-8."""
     if not isinstance(stream, io.TextIOWrapper) or _speaks_utf8(stream):
         return
     if codecs.lookup(stream.encoding).name == "ascii":
@@ -54,7 +54,7 @@ def take_any_character(stream: TextIO) -> None:
 
 
 class _Stdout(io.FileIO):
-    """Standard output that is named in the errors of writing to it, as every other file is: a full disk may be its own or another."""
+    """Standard output whose write errors name it, as the errors of other files do, so that a user sees which disk is full."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -65,7 +65,7 @@ class _Stdout(io.FileIO):
 
 
 def name_stdout() -> None:
-    """Let errors of writing to standard output name it, unless something else than a file stands in for it."""
+    """Let write errors of standard output name it, unless it was replaced by something that is not a file."""
     stream = sys.stdout
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
         return
@@ -82,7 +82,7 @@ def name_stdout() -> None:
 
 
 def check_writable(file: Path | None) -> None:
-    """Raises KdgenError when ``file`` cannot be written later, so that long work is not done in vain."""
+    """Raises KdgenError when ``file`` cannot be written. Call it before long work whose result goes there."""
     if file is None:
         return
     folder = file.parent
@@ -93,10 +93,10 @@ def check_writable(file: Path | None) -> None:
 
 
 def emit_json(schema: str, report: DataclassInstance) -> None:
-    """``report`` on stdout as one JSON object. ``schema`` (``kdgen.<command>/<version>``) comes first, with a version for readers.
+    """Write ``report`` to stdout as one JSON object. Its first key is ``schema``: ``kdgen.<command>/<version>``.
 
-    Numbers that JSON does not know (NaN, infinity) are null; bytes of a path that are no UTF-8 are escaped, and so is all that is not
-    ASCII where stdout does not speak UTF-8.
+    NaN and infinity, which JSON lacks, are null. Bytes of a path that are not UTF-8 are escaped. If stdout is not UTF-8, all characters
+    outside ASCII are escaped.
     """
     values = _finite({"schema": schema, **dataclasses.asdict(report)})
     text = json.dumps(values, indent=2, default=_plain, ensure_ascii=not _speaks_utf8(sys.stdout), allow_nan=False)
@@ -104,7 +104,7 @@ def emit_json(schema: str, report: DataclassInstance) -> None:
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """A table on stdout; the columns numbered in ``right`` are aligned to the right. No header when the columns have no names."""
+    """Write a table to stdout, the columns numbered in ``right`` aligned to the right. Without column names it has no header."""
     from rich.table import Table
     from rich.text import Text
 
@@ -121,7 +121,7 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr while the block runs; call the value with what was just finished. Silent without a terminal."""
+    """A progress bar on stderr while the block runs. Call the value with the name of what was just finished. Silent without a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -135,9 +135,9 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def byte_progress(before: str, during: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr while the block runs; call the value with (bytes done, bytes in all). Silent without a terminal.
+    """A progress bar on stderr while the block runs. Call the value with (bytes done, bytes in all). Silent without a terminal.
 
-    It is called ``before`` until the first call, when there are no bytes to show, and ``during`` from then on.
+    The bar's title is ``before`` until the first call, as there are no bytes to show yet, and ``during`` from then on.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -161,14 +161,14 @@ def byte_progress(before: str, during: str) -> Iterator[Callable[[int, int], Non
 
 @contextlib.contextmanager
 def compile_note(what: str) -> Iterator[None]:
-    """While the block compiles ``what``, which then is in the cache: a line on stderr if that takes more than ``NOTE_SECONDS``. On a
-    terminal nothing, for a status line or a bar is shown there."""
+    """While the block compiles ``what`` into the cache, write one line to stderr if that takes more than ``NOTE_SECONDS``. A terminal shows
+    a status line or a bar instead."""
     if sys.stderr.isatty():
         yield
         return
-    line = printable(f"kdgen: compiling {what}, once; later runs take them from {Cache.default().path}")
+    line = printable(f"kdgen: compiling {what}, once; later runs read them from {Cache.default().path}")
     timer = threading.Timer(NOTE_SECONDS, lambda: click.echo(line, err=True))
-    timer.daemon = True  # a command that ends meanwhile does not wait for it
+    timer.daemon = True  # a command that ends earlier does not wait for it
     timer.start()
     try:
         yield
@@ -178,15 +178,15 @@ def compile_note(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr, while the block runs; call the value to say something else. Silent without a terminal."""
+    """A status line on stderr while the block runs. Call the value to set its text. Silent without a terminal."""
     with log() as (doing, _):
         yield doing
 
 
 @contextlib.contextmanager
 def log() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """(doing, line) for a long command: what is being done, shown on stderr while the block runs where that is a terminal, and lines that
-    stay, terminal or not."""
+    """(doing, line) for a long command: ``doing`` sets a status line on stderr while the block runs, if that is a terminal; ``line`` writes
+    a line to stderr that stays."""
     if not sys.stderr.isatty():
         yield (lambda _: None), (lambda text: click.echo(printable_lines(text), err=True))
         return
@@ -201,7 +201,7 @@ def warn(message: str) -> None:
 
 
 def size_text(count: int) -> str:
-    """Bytes for people: ``1.5 MiB``."""
+    """Bytes in a readable unit: ``1.5 MiB``."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -211,12 +211,12 @@ def size_text(count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with everything a terminal could obey written as an escape: names in files are not ours."""
+    """``text`` with control characters as escapes: names in files may hold some, and a terminal would obey them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """``printable`` of each line, so that the line breaks stay."""
+    """``printable`` applied to each line, which keeps line breaks."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
@@ -235,4 +235,4 @@ def _finite(value: object) -> object:
 def _plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} does not go into JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

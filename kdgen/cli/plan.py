@@ -1,4 +1,4 @@
-"""``kdgen plan``: what a model needs on some GPUs and how fast it can be at best, with nothing loaded and nothing run."""
+"""``kdgen plan``: the memory that a model needs on some GPUs, and lower bounds for the times of its steps, from the plan alone."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from kdgen.runtime.model import shorten
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.published import load_config
 
-CONTEXT = 4096  #: tokens in the cache, unless told
+CONTEXT = 4096  #: tokens in the cache by default
 
 
 @click.command("plan")
 @click.argument("spec_name", metavar="SPEC")
 @click.option("--gpu", default="h200", show_default=True, help=f"The GPU: {', '.join(each.name for each in gpu_models())}.")
 @click.option("--tp", type=IntRange(min=1), default=1, show_default=True, help="GPUs that share the model.")
-@click.option("--context", type=IntRange(min=1), help="Tokens in the cache.  [default: 4096, or all that the model has]")
+@click.option("--context", type=IntRange(min=1), help="Tokens in the cache.  [default: 4096, or the model's whole context]")
 @click.option(
     "--nodes",
     type=IntRange(0, MAX_NODES - 1),
     default=15,
     show_default=True,
-    help="Draft nodes of the tree whose step is shown beside plain decoding's; 0 shows plain decoding alone.",
+    help="Draft nodes of the tree whose step is shown beside a decode step; 0 shows the decode step alone.",
 )
 @click.option(
     "--acceptance",
     type=Float(),
     default=0.8,
     show_default=True,
-    help="How often the draft's best token is right, at each depth: from 0 to below 1.",
+    help="Probability that the draft's best token is accepted, the same at each depth: at least 0, below 1.",
 )
-@click.option("--layers", type=IntRange(min=1), help="The first so many layers only.")
-@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec decides without it.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw speed-up over tree size.")
+@click.option("--layers", type=IntRange(min=1), help="Use only the first N layers.")
+@click.option("--dtype", type=click.Choice(["f32", "bf16"]), help="Compute type; the spec's own if left out.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw the speed-up over the tree's size.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema kdgen.plan/1).")
 def command(
     spec_name: str, gpu: str, tp: int, context: int | None, nodes: int, acceptance: float, layers: int | None, dtype: Compute | None,
     plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """What SPEC (a shipped name, a YAML file, or a published model's folder) needs on --tp GPUs: memory, and by part the bytes and the
-    floor of a step's time; and what draft trees should gain. From the plan alone, so on any machine."""
+    """Show the memory that SPEC needs on --tp GPUs, the bytes and the least time of each part of a step, and the expected gain of draft
+    trees. SPEC is a shipped name, a YAML file, or a published model's folder. The command loads and runs nothing, so it works on any
+    machine."""
     if plot is not None and plot.suffix != ".svg":
         raise KdgenError(f"--plot draws SVG: {plot} must end in .svg")
     spec = _spec(spec_name)
@@ -99,7 +100,8 @@ def _print(found: Forecast, nodes: int) -> None:
     click.echo(f"best: {found.best.nodes} nodes, {found.best.speedup:.2f} times plain decoding\n")
     if found.placements:
         click.echo(
-            "experts' bytes of a rank and layer: a part of each expert on every rank, as planned, or each whole on one (drawn routing)"
+            "bytes of experts that a rank reads in a layer, with random routing: a part of every expert on each rank, as planned (parts),"
+            " or whole experts spread over the ranks (whole)"
         )
         table = [
             (
@@ -127,7 +129,7 @@ def _verdict(found: Forecast) -> str:
         return f"It fits; so does a context of up to {found.memory.longest_context}."
     if found.fewest_ranks:
         return f"It does NOT fit; {found.fewest_ranks} such GPUs would be enough (--tp {found.fewest_ranks})."
-    return "It does NOT fit, on no number of such GPUs that can share it."
+    return "It does NOT fit, with any number of such GPUs that can share it."
 
 
 # ---- the plot -----------------------------------------------------------------------------------------------------------
@@ -138,7 +140,8 @@ _CHOSEN = "#bf5b17"
 
 
 def write_plot(found: Forecast, file: Path) -> None:
-    """Speed-up over the nodes of a tree, for the acceptance asked for and others, as SVG. Raises KdgenError when it cannot be written."""
+    """Write an SVG of the speed-up over the nodes of a tree, for the chosen acceptance and others. Raises KdgenError when it cannot be
+    written."""
     plain = found.trees[0].seconds
     curves = {}
     for acceptance in sorted({*(value for value, _ in _CURVES), found.acceptance}):
@@ -165,7 +168,7 @@ def write_plot(found: Forecast, file: Path) -> None:
     for nodes in (0, 7, 15, 31, 47, 63):
         parts.append(f'<text x="{x(nodes):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{nodes}</text>')
     colours = dict(_CURVES) | {found.acceptance: _CHOSEN}
-    free = float(_HEIGHT - _BOTTOM)  # above which the next label stands: the lowest curve's first
+    free = float(_HEIGHT - _BOTTOM)  # the y below which there are labels already; labels are placed from the lowest curve upwards
     for acceptance, curve in sorted(curves.items(), key=lambda item: item[1][-1]):
         points = " ".join(f"{x(nodes):.1f},{y(value):.1f}" for nodes, value in enumerate(curve))
         width = 2.5 if acceptance == found.acceptance else 1.2

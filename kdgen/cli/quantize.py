@@ -1,4 +1,4 @@
-"""``kdgen quantize``: a published model's routed experts to INT4."""
+"""``kdgen quantize``: round a published model's routed experts to INT4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kdgen.weights.quantize import QUANTIZATION, quantize_model
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was written. ``matrices`` were quantized; all other tensors are copies."""
+    """What was written: ``matrices`` is the number of quantized matrices; all other tensors are copies."""
 
     folder: str
     spec: str

@@ -1,4 +1,4 @@
-"""What commands that ranks run have in common: how many there are, by ``--tp`` and whatever has started them."""
+"""The number of ranks of a command: what ``--tp`` and the launcher say."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kdgen.ranks.place import Place
 
 
 def agreed_ranks(place: Place | None, tp: int | None, exchange: Exchange | None) -> int:
-    """Ranks of the job, of which this process is at ``place``, or which it is to start where that is None.
+    """The number of ranks of the job. This process is the one at ``place``; if that is None, it has to start them.
 
-    Raises click.UsageError when ``--tp`` is another number than a launcher's, or when ``--exchange`` is given for one rank.
+    Raises click.UsageError when ``--tp`` differs from the launcher's number, or when ``--exchange`` is given for one rank.
     """
     ranks = place.ranks if place else tp or 1
     if tp not in (None, ranks):
-        raise click.UsageError(f"--tp {tp}, and the launcher has started {ranks} ranks: leave --tp out, or let them agree")
+        raise click.UsageError(f"--tp {tp} differs from the launcher's {ranks} ranks: leave --tp out, or give both the same number")
     if ranks == 1 and exchange is not None:
-        raise click.UsageError("--exchange is between ranks: add --tp")
+        raise click.UsageError("--exchange needs several ranks: add --tp")
     return ranks

@@ -20,11 +20,11 @@ def command(model: Path) -> None:
 
     The output is a spec file for commands that take SPEC: kdgen spec DIR > model.yaml, then kdgen plan model.yaml.
 
-    The command reads config.json, and the headers of safetensors files beside it, which say in what type the router is stored. It
-    refuses a config with keys or values that kdgen does not know or does not compute, and names each of them.
+    The command reads config.json, and the headers of the safetensors files beside it for the dtype of the router. It refuses a config
+    with keys or values that kdgen does not know or cannot compute, and names each of them.
     """
     if model.suffix in (".yaml", ".yml") if model.exists() else str(model) in shipped_specs():
-        raise KdgenError(f"{model}: is a spec already: `kdgen plan {model}` and `kdgen build {model}` take it; {TAKES}")
+        raise KdgenError(f"{model}: is already a spec: `kdgen plan {model}` and `kdgen build {model}` take it; {TAKES}")
     if not model.exists():
         raise KdgenError(f"{model}: there is no such file or folder; {TAKES}")
     click.echo(described(model).to_yaml(), nl=False)

@@ -1,4 +1,4 @@
-"""Decoded tokens as they come, as text or as ids."""
+"""Decoded tokens, written as text or ids after each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kdgen.text.tokenizer import TextStream, Tokenizer
 
 
 class Live:
-    """Takes the tokens of each step (``kdgen.runtime.decode.Emit``), and passes each step's on to ``write`` at once.
+    """A ``kdgen.runtime.decode.Emit``: call it with a step's tokens, and it writes them with ``write`` at once.
 
-    With a tokenizer they are text, without ``stops``; else ids. It remembers what it was given, so that a run that is interrupted
-    has something to report. ``before`` is called before the first is written.
+    With a tokenizer it writes text, leaving out the tokens in ``stops``; without one it writes ids. It keeps all tokens, so that an
+    interrupted run can report them. It calls ``before`` before it writes for the first time.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class Live:
         self._parts: list[str] = []
         self.steps: list[tuple[int, ...]] = []
         self._times: list[float] = []
-        self.first_token: float | None = None  #: seconds from the process's start; None until it came, or where the system does not tell
+        self.first_token: float | None = None  #: seconds after the process started; None if there is no token yet, or if unknown
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """The run begins now."""
+        """Measure times from now on."""
         self._began = time.perf_counter()
 
     def __call__(self, tokens: tuple[int, ...]) -> None:
@@ -48,7 +48,7 @@ class Live:
             self.first_token = process_seconds()
 
     def finish(self) -> None:
-        """Write what is left, and end the line."""
+        """Write the rest, and end the line."""
         if self._stream:
             self._show(self._stream.finish())
         if not self.text.endswith("\n"):
@@ -56,11 +56,11 @@ class Live:
 
     @property
     def text(self) -> str:
-        """All that was written."""
+        """All text written so far."""
         return "".join(self._parts)
 
     def decoded(self, drafted: bool) -> Decoded:
-        """What was decoded until now, ``drafted`` with trees or not."""
+        """The result so far; ``drafted`` says whether steps verified draft trees."""
         tokens = tuple(token for step in self.steps for token in step)
         lengths = tuple(len(step) for step in self.steps[1:]) if drafted else ()
         return Decoded(tokens, lengths, len(self.steps) - 1, self._times[0] - self._began, self._times[-1] - self._times[0])
@@ -76,9 +76,9 @@ def to_stdout(text: str) -> None:
 
 
 def to_nowhere(text: str) -> None:
-    """For reports that hold all of it."""
+    """Write nothing, where a report will hold the whole text."""
 
 
 def harmless(text: str) -> str:
-    """``text`` without the control characters that a terminal would obey: a model may say anything."""
+    """``text`` with control characters as escapes: a model may write any, and a terminal would obey them."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""A draft tree as text: tokens that leave no choice stand together on one line, what was accepted is marked."""
+"""A draft tree as text: a run of nodes without branches is one line, and accepted nodes are marked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdgen.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a draft tree; the root's parent is -1. ``accepted``: the target chose it, and everything above it."""
+    """A node of a draft tree. ``parent`` is an index, -1 for the root. ``accepted``: the target model chose this node and its ancestors."""
 
     token: int
     parent: int
@@ -23,7 +23,7 @@ class Node:
 
 
 def last_tree(engine: Engine) -> tuple[Node, ...]:
-    """The tree that the engine verified last, of the first sequence of the step."""
+    """The tree that the engine verified last, for the step's first sequence."""
     size, accepted = int(engine.read("tree_size")[0]), int(engine.read("accepted_count")[0])
     tokens, parents = engine.read("tree_token")[0, :size], engine.read("tree_parent")[0, :size]
     chosen = {int(node) for node in engine.read("accepted_nodes")[0, :accepted]}
@@ -38,7 +38,7 @@ def accepted(nodes: Sequence[Node]) -> int:
 
 
 def guessed(nodes: Sequence[Node]) -> int:
-    """Accepted nodes among the first guesses, which are what a chain would have held: siblings come likeliest first."""
+    """The number of accepted nodes on the path of first guesses, which a chain would hold. Siblings are in order of probability."""
     first: dict[int, int] = {}
     for place, node in enumerate(nodes):
         first.setdefault(node.parent, place)
@@ -55,7 +55,7 @@ def draw(nodes: Sequence[Node], tokenizer: Tokenizer) -> Tree:
         children.setdefault(node.parent, []).append(place)
 
     def run_from(place: int) -> list[int]:
-        """The node, and those behind it as long as there is one only, accepted alike."""
+        """The node and its descendants, down to the first that has siblings or another mark."""
         run = [place]
         while len(below := children.get(run[-1], [])) == 1 and nodes[below[0]].accepted == nodes[place].accepted:
             run.append(below[0])
@@ -74,7 +74,7 @@ def draw(nodes: Sequence[Node], tokenizer: Tokenizer) -> Tree:
 
 
 def readable(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """What tokens stand for, in quotes: bytes that are no character and control characters as escapes, special tokens as numbers."""
+    """The tokens' text in quotes: control characters and bytes outside UTF-8 as escapes, special tokens as numbers."""
     pieces = [tokenizer.piece(token) or f"<{token}>".encode() for token in tokens]
     return f"'{printable(b''.join(pieces).decode('utf-8', 'backslashreplace'))}'"
 

@@ -1,4 +1,4 @@
-"""``kdgen verify``: kernels, trees, logits and decodes against references, as a table or JSON."""
+"""``kdgen verify``: compare kernels, trees, logits and decodes with references, and report as a table or JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kdgen.verify.report.checks import SCHEMA, Check, failure_text, print_report
 
 @click.command("verify")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
-@click.option("--backend", type=click.Choice(backend_names()), help="Where kernels and decodes run; a GPU if there is one.")
-@click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="One compute type; without it, every one that fits.")
-@click.option("--fuzz", "models", type=IntRange(min=1), metavar="N", help="Check N random models instead, in random situations.")
-@click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: models are drawn from this seed on.")
+@click.option("--backend", type=click.Choice(backend_names()), help="Where kernels and decodes run; if left out, on a GPU if there is one.")
+@click.option("--dtype", "compute", type=click.Choice(["f32", "bf16"]), help="Compute type; if left out, every one that the spec allows.")
+@click.option("--fuzz", "models", type=IntRange(min=1), metavar="N", help="Check N random models in random situations instead.")
+@click.option("--seed", type=IntRange(0), default=0, show_default=True, help="With --fuzz: the first model's seed.")
 @click.option(
     "--jobs",
     type=IntRange(min=1),
-    help="Processes that share the checks, on a CPU or with --fuzz; more of them need more memory. [default: one for each core]",
+    help="Processes that share the checks, on a CPU or with --fuzz; each needs its own memory.  [default: one for each core]",
 )
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: where a failing model's spec goes.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="With --fuzz: the file to write a failing model's spec to.")
 @click.option("--fail-fast", is_flag=True, help="Without --fuzz: stop at the first check that fails, in the report's order.")
 @click.option(
-    "--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Without --fuzz: write a self-contained HTML page, too."
+    "--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Without --fuzz: also write a self-contained HTML page."
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
 @click.pass_context
@@ -38,28 +38,29 @@ def command(
     ctx: click.Context, specs: tuple[str, ...], backend: str | None, compute: Compute | None, models: int | None, seed: int,
     jobs: int | None, save: Path | None, fail_fast: bool, page: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Check generated kernels and whole decodes of each SPEC (a YAML file or a shipped name; without any tiny, tiny2 and small models
-    with what those lack).
+    """Check generated kernels and whole decodes of each SPEC, a YAML file or a shipped name. Without SPEC, check tiny, tiny2, and small
+    models with features that those lack.
 
-    Every kernel runs alone against float64, and under the race checker. The model's logits are held against an oracle's, or float64.
-    Draft-tree decoding must give plain decoding's tokens, logits and cache rows bit for bit. Exit code 1 if anything does not match.
+    Each kernel runs alone, its results compared with float64, and again under the race checker. The model's logits are compared with
+    another implementation's, or with float64. Draft-tree decoding must give plain decoding's tokens, logits and cache rows bit for bit.
+    The exit code is 1 if anything differs.
 
-    A line on stderr says how each part ended, and what failed as soon as it has; the table on stdout has every check.
+    A line on stderr reports each part when it ends, and each failure at once. The table on stdout has every check.
 
-    With --fuzz, models are drawn at random (situations only, where a SPEC is given). One that fails is made small and written to
-    a spec file, with the command that repeats it.
+    With --fuzz, models and situations are drawn at random; with a SPEC, only situations. A model that fails is reduced to a small one and
+    written to a spec file, with the command that repeats the failure.
     """
     if models is not None:
         if fail_fast or page is not None:
-            raise click.UsageError("--fail-fast and --report do not go with --fuzz")
+            raise click.UsageError("--fail-fast and --report cannot be combined with --fuzz")
         if len(specs) > 1:
             raise click.UsageError("--fuzz draws situations for one SPEC at a time")
         if compute is not None and not specs:
-            raise click.UsageError("--fuzz draws the compute type, too; give --dtype with a SPEC only")
+            raise click.UsageError("--fuzz also draws the compute type; --dtype needs a SPEC")
         check_writable(save)
         ctx.exit(_fuzz(specs, backend, compute, models, seed, jobs, save, as_json))
     if save is not None or ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--save and --seed belong to --fuzz")
+        raise click.UsageError("--save and --seed need --fuzz")
     check_writable(page)
     from kdgen.verify.report.page import write_page
     from kdgen.verify.run import verify
@@ -77,7 +78,7 @@ def command(
 
 @dataclass(frozen=True)
 class Shown:
-    """A ``kdgen.verify.running.Progress`` on stderr: a line for each part that has ended, and each failure in full."""
+    """A ``kdgen.verify.running.Progress`` on stderr: a line for each part when it ends, and the text of each failure."""
 
     doing: Callable[[str], None]
     line: Callable[[str], None]

@@ -215,7 +215,7 @@ def test_experts_as_many_as_asked_for(gpu: FakeGpu) -> None:
         (["--nodes", "65"], "--nodes takes numbers from 1 to 64"),
         (["--context", "1020", "--nodes", "8"], "tiny-dflash has 1024 positions: choose a smaller --context, --prefill or --nodes"),
         (["--nodes", "some"], "is not a list of numbers"),
-        (["--exchange", "peer"], "--exchange is between ranks: add --tp"),
+        (["--exchange", "peer"], "--exchange needs several ranks: add --tp"),
         (["--tp", "2", "--peers"], "several ranks time steps and the kernels in them: leave out --experts, --prefill, --peers"),
         (["--tp", "3"], "3 ranks cannot share it"),
     ],

@@ -96,7 +96,7 @@ def test_a_spec_is_no_published_model(tmp_path: Path) -> None:
     for name in ("tiny", str(tmp_path / "my.yaml")):
         result = kdgen("spec", name)
         assert result.exit_code == 2
-        assert f"{name}: is a spec already: `kdgen plan {name}` and `kdgen build {name}` take it" in result.stderr
+        assert f"{name}: is already a spec: `kdgen plan {name}` and `kdgen build {name}` take it" in result.stderr
     for name in ("k27", "my.yaml"):
         assert kdgen("spec", name).stderr == (
             f"kdgen: error: {name}: there is no such file or folder; kdgen spec takes a published model's folder or its config.json\n"
@@ -126,7 +126,9 @@ def test_a_mistyped_spec_is_told_which_there_are(name: str, meant: str) -> None:
 def test_numbers_are_in_plain_digits(arguments: tuple[str, ...]) -> None:
     result = kdgen(*arguments)
     assert result.exit_code == 2 and not result.stdout
-    assert re.search(r"is not a number in plain digits|is no list of numbers|is neither auto nor a number|is no integer", result.stderr)
+    assert re.search(
+        r"is not a number in ASCII digits|is not a list of numbers|is neither auto nor a number|is not an integer", result.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "spec", "build"])
@@ -376,7 +378,7 @@ def test_compiling_that_takes_long_is_said_once_and_on_stderr(capsys: pytest.Cap
     monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.01)
     with compile_note("3 kernels for a device"):
         time.sleep(0.5)
-    assert capsys.readouterr() == ("", "kdgen: compiling 3 kernels for a device, once; later runs take them from /some/cache\n")
+    assert capsys.readouterr() == ("", "kdgen: compiling 3 kernels for a device, once; later runs read them from /some/cache\n")
     monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.2)
     with compile_note("3 kernels for a device"):
         pass

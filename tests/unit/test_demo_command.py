@@ -73,7 +73,7 @@ def test_a_context_that_ends_early_is_said(cpu_backend: Backend, monkeypatch: py
     monkeypatch.setattr(demo_model, "context_for", lambda spec, prompt_tokens, new_tokens: prompt_tokens + 8)
     result = demo("--backend", "cpu", "--max-new-tokens", "20", "--prompt", "import os\n")
     assert result.exit_code == 0
-    assert re.match(r"kdgen: warning: a context of \d+ holds 8 new tokens after this prompt, not 20\n", result.stderr)
+    assert re.match(r"kdgen: warning: a context of \d+ tokens has room for 8 new tokens after this prompt, not 20\n", result.stderr)
 
 
 def test_held_out_prompts() -> None:
@@ -102,7 +102,7 @@ def test_a_difference_is_a_finding(cpu_backend: Backend, monkeypatch: pytest.Mon
         (("--prompt-number", "0"), "--prompt-number"),
         (("--prompt", "x", "--prompt-number", "2"), "--prompt, --prompt-number and --list-prompts do not go together"),
         (("--prompt", "x", "--list-prompts"), "do not go together"),
-        (("--prompt", os.fsdecode(b"a\xff")), "--prompt: the prompt is no text in UTF-8: byte 1 is 0xff"),
+        (("--prompt", os.fsdecode(b"a\xff")), "--prompt: the prompt is not UTF-8 text: byte 1 is 0xff"),
         (("--prompt", "x" * 3000), "leaves no room in a context of 2048"),
     ],
 )

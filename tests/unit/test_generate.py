@@ -101,7 +101,7 @@ def test_compiling_is_said_on_stderr(model: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kdgen.cli.output.NOTE_SECONDS", 0.01)
     result = generate(model, "--max-new-tokens", "1")
     assert result.exit_code == 0 and result.stdout.strip().isdigit()
-    assert "kdgen: compiling 23 kernels for CPU emulator (plain), once; later runs take them from " in result.stderr
+    assert "kdgen: compiling 23 kernels for CPU emulator (plain), once; later runs read them from " in result.stderr
 
 
 def test_json(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,16 +296,16 @@ def test_prompts_from_a_file_and_with_blanks(tmp_path: Path, model: Path) -> Non
         (" , ,", "the prompt is empty"),
         ("5,,9", "id 2 of the prompt is missing"),
         ("5,9,", "id 3 of the prompt is missing"),
-        ("1,x,2", "'x', id 2 of the prompt, is no integer"),
-        ("1.5", "'1.5', id 1 of the prompt, is no integer"),
-        ("1e3", "is no integer"),
-        ("٣", "is no integer"),
-        ("1,\x1b[31m", r"'\\x1b\[31m', id 2 of the prompt, is no integer"),
-        ("9" * 5000, "is no integer"),
+        ("1,x,2", "'x', id 2 of the prompt, is not an integer"),
+        ("1.5", "'1.5', id 1 of the prompt, is not an integer"),
+        ("1e3", "is not an integer"),
+        ("٣", "is not an integer"),
+        ("1,\x1b[31m", r"'\\x1b\[31m', id 2 of the prompt, is not an integer"),
+        ("9" * 5000, "is not an integer"),
         ("1,40", "40, id 2 of the prompt, is outside the vocabulary of 40"),
         ("-1", "-1, id 1 of the prompt, is outside the vocabulary of 40"),
         ("@/nowhere/ids.txt", "/nowhere/ids.txt: cannot be read: No such file or directory"),
-        ("@", "@ stands before a file.s name"),
+        ("@", "a file.s name is missing after @"),
     ],
 )
 def test_prompts_that_are_none(text: str, reason: str) -> None:
@@ -318,7 +318,7 @@ def test_prompt_errors_end_the_command(tmp_path: Path, model: Path) -> None:
     assert refused(model, prompt="1,40") == "kdgen: error: --prompt-ids: 40, id 2 of the prompt, is outside the vocabulary of 40\n"
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
-    assert "is no text file" in refused(model, prompt=f"@{binary}")
+    assert "is not a text file" in refused(model, prompt=f"@{binary}")
 
 
 def test_contexts(model: Path) -> None:
@@ -329,7 +329,7 @@ def test_contexts(model: Path) -> None:
     cut = generate(model, "--context", "10", "--max-new-tokens", "20", "--ignore-eos")
     assert cut.exit_code == 0
     assert len(cut.stdout.split()) == 7
-    assert "holds 7 new tokens after this prompt, not 20" in cut.stderr
+    assert "has room for 7 new tokens after this prompt, not 20" in cut.stderr
     full = report(model, "--max-new-tokens", "3", "--draft", "ngram", "--check-exact", prompt=",".join(["1"] * 61))
     assert full["exact"] is True
 

@@ -41,7 +41,7 @@ def test_ranks_decode_what_one_does() -> None:
     [
         (["--tp", "3"], {}, "3 ranks cannot share it: vocab_size 512 is no multiple of 3"),
         (["--tp", "2", "--prompt-ids", "5,512"], {}, "512, id 2 of the prompt, is outside the vocabulary"),
-        (["--tp", "4"], {"RANK": "0", "WORLD_SIZE": "2"}, "the launcher has started 2 ranks"),
+        (["--tp", "4"], {"RANK": "0", "WORLD_SIZE": "2"}, "differs from the launcher's 2 ranks"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "ranks count from 0"),
         ([], {"RANK": "0", "WORLD_SIZE": "3"}, "3 ranks cannot share it: vocab_size 512 is no multiple of 3"),  # and waits for nobody
         ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),

@@ -122,11 +122,11 @@ def test_prompts_that_are_none(model: Path, tmp_path: Path) -> None:
         "kdgen: error: --prompt: the prompt is empty: give --prompt TEXT or --prompt-ids IDS, or pipe text in\n"
     )
     assert "stdin: the prompt is empty" in refused(model, stdin=b"\n")
-    assert "stdin: the prompt is no text in UTF-8: byte 1 is 0xff" in refused(model, stdin=b"a\xff")
+    assert "stdin: the prompt is not UTF-8 text: byte 1 is 0xff" in refused(model, stdin=b"a\xff")
     assert "--prompt-ids is the whole prompt" in refused(model, "--prompt", "x", "--prompt-ids", "1")
     assert "--prompt-ids is the whole prompt" in refused(model, "--chat", "--prompt-ids", "1")
     assert "add --chat" in refused(model, "--prompt", "x", "--system", "y")
-    assert "--system: the prompt is no text in UTF-8" in refused(model, "--chat", "--prompt", "x", "--system", os.fsdecode(b"a\xff"))
+    assert "--system: the prompt is not UTF-8 text" in refused(model, "--chat", "--prompt", "x", "--system", os.fsdecode(b"a\xff"))
     assert "leaves no room in a context of 4096" in refused(model, "--prompt", "1 2 " * 4096)
     bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     assert f"{bare}: has no tokenizer.json and no tiktoken.model: give token ids with --prompt-ids" in refused(bare, "--prompt", "x")

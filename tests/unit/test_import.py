@@ -96,7 +96,7 @@ def test_it_decodes_to_the_same_bits(tmp_path: Path, folder: Path, cpu_backend: 
 def test_an_existing_file_needs_force(tmp_path: Path, folder: Path) -> None:
     out = tmp_path / "model.kdtr"
     out.write_text("mine")
-    assert "is there already; --force replaces it" in refused("import", str(folder), str(out))
+    assert "exists already; --force replaces it" in refused("import", str(folder), str(out))
     assert out.read_text() == "mine"
     result = kdgen("import", str(folder), str(out), "--force")
     assert result.exit_code == 0
@@ -105,7 +105,7 @@ def test_an_existing_file_needs_force(tmp_path: Path, folder: Path) -> None:
 
 
 def test_places_that_will_not_do(tmp_path: Path, folder: Path) -> None:
-    assert "must be called something.kdtr" in refused("import", str(folder), str(tmp_path / "model.bin"))
+    assert "must end in .kdtr" in refused("import", str(folder), str(tmp_path / "model.bin"))
     assert "does not exist" in refused("import", str(folder), str(tmp_path / "no" / "model.kdtr"))
     assert "there is no such model" in refused("import", str(tmp_path / "nothing"), str(tmp_path / "model.kdtr"))
 
@@ -157,8 +157,8 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, folder: Path, compute: Compute
     flip(out, whole.index(b"rms_norm_eps") + 18)
     said = refused("inspect", str(out))
     assert f"{out}: its header is not what was written" in said and said.endswith("; run kdgen import again\n")
-    assert f"{folder}: is a folder; --verify takes a .kdtr file, into which" in refused("inspect", "--verify", str(folder))
-    assert "has no checksums to hold it against" in refused("inspect", "--verify", str(folder / "model-00001-of-00002.safetensors"))
+    assert f"{folder}: this is a folder; --verify takes a .kdtr file" in refused("inspect", "--verify", str(folder))
+    assert "holds no checksums to compare with" in refused("inspect", "--verify", str(folder / "model-00001-of-00002.safetensors"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -117,4 +117,4 @@ def test_commands_end_at_once_with_the_name_of_the_file(tmp_path: Path, model: P
     assert len(lines) == len(calls), done.stderr
     for line, (path, kind) in zip(lines, names, strict=True):
         assert line.startswith("2 kdgen: error: ") and f"{path}: " in line and len(line) < 1000, line
-        assert f"it is a {kind}" in line or "is no file" in line or "missing" in line or "so it is no prompt" in line, line
+        assert f"it is a {kind}" in line or "is no file" in line or "missing" in line or "the limit of a prompt" in line, line

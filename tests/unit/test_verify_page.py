@@ -53,8 +53,8 @@ def test_fail_fast_ends_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) 
             "page.html: cannot be written: there is no folder /no/such/folder",
         ),
         (["--fuzz", "1", "--save", "/no/such/folder/x.yaml"], "/no/such/folder/x.yaml: cannot be written"),
-        (["tiny", "--save", "x.yaml"], "--save and --seed belong to --fuzz"),
-        (["tiny", "--seed", "0"], "belong to --fuzz"),
+        (["tiny", "--save", "x.yaml"], "--save and --seed need --fuzz"),
+        (["tiny", "--seed", "0"], "--save and --seed need --fuzz"),
     ],
 )
 def test_what_would_be_in_vain_is_refused_first(arguments: list[str], said: str) -> None:
