@@ -1,4 +1,4 @@
-"""Where generated kernels run. ``open_backend`` is the way in; the modules are imported when their backend is opened."""
+"""Backends, on which generated kernels run. ``open_backend`` imports a backend's module and opens it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from kdgen.errors import KdgenError
 
 
 def backend_names() -> tuple[str, ...]:
-    """What ``open_backend`` takes: the GPU, and the CPU in its three modes (docs/cpu-backend.md)."""
+    """The names that ``open_backend`` accepts: the GPU, and the CPU in its three modes (docs/cpu-backend.md)."""
     return ("cuda", "cpu", "cpu-shuffled", "cpu-checker")
 
 
 def open_backend(name: str | None = None, seed: int = 0, threads: int | None = None) -> Backend:
-    """The backend called ``name``; with None the GPU if one can be used, else the CPU.
+    """The backend called ``name``; None chooses the GPU if one can be used, otherwise the CPU.
 
-    ``seed`` orders the threads of ``cpu-shuffled`` and ``cpu-checker``. ``threads`` is how many of the machine's ``cpu`` may use, all of
-    them without it.
+    ``seed`` determines the order of threads of ``cpu-shuffled`` and ``cpu-checker``. ``threads`` limits the OS threads of ``cpu``, by
+    default all of the machine's.
 
-    Raises BackendError (why it cannot run here, and what to do), KdgenError for an unknown name.
+    Raises BackendError, with the reason and what to do, when the backend cannot run here, and KdgenError for an unknown name.
     """
     if name is None:
         from kdgen.backends.gpu import cuda_unusable

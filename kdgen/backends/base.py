@@ -1,4 +1,4 @@
-"""What a backend is: memory, a way to load generated kernels, and launches. Nothing model-specific."""
+"""The interface of a backend: device memory, loading of generated kernels, and launches. Nothing here is specific to a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Argument = Pointer | int  #: an ``int`` is passed as int32
 
 @dataclass(frozen=True)
 class Launch:
-    """A loaded kernel with everything a launch needs. ``args`` hold device addresses, so their arrays must stay allocated."""
+    """A loaded kernel's name and all values that its launch needs. ``args`` hold device addresses, so their arrays must stay allocated."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class AllGather:
-    """A collective: ``nbytes`` of every rank's ``source`` go to every rank's ``target``, one rank after another."""
+    """A collective: it copies ``nbytes`` of every rank's ``source`` to every rank's ``target``, in the order of ranks."""
 
     name: str
     source: Pointer
@@ -63,14 +63,14 @@ class AllGather:
     nbytes: int
 
 
-Work = Launch | AllGather  #: what a step consists of
-Replay = Callable[[], None]  #: starts the work it was recorded from, in order
+Work = Launch | AllGather  #: a part of a step
+Replay = Callable[[], None]  #: starts the recorded work, in order
 
 
 class Mailbox:
-    """Copies of some arrays as they are at one point among the launches, to be read later and in order; two may wait to be read.
+    """Copies of some arrays, made at a point between launches and read later, in order. At most two copies may wait to be read.
 
-    This one suits a device whose launches end before they return.
+    This class is for devices whose launches end before they return.
     """
 
     def __init__(self, backend: Backend, arrays: Sequence[DeviceArray]) -> None:
@@ -78,54 +78,54 @@ class Mailbox:
         self._posted: deque[tuple[npt.NDArray[np.generic], ...]] = deque()
 
     def post(self) -> None:
-        """Copy the arrays behind everything launched so far, without waiting for it."""
+        """Copy the arrays after everything launched so far, without waiting for it."""
         self._posted.append(tuple(self._backend.to_host(array) for array in self._arrays))
 
     def take(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """The oldest copies not yet taken; waits for them, and for nothing launched behind them."""
+        """The oldest copies not yet taken. Waits for them, and not for anything launched after them."""
         return self._posted.popleft()
 
     def clear(self) -> None:
-        """Forget what was not taken. Everything launched must have ended."""
+        """Discard copies that were not taken. Everything launched must have ended."""
         self._posted.clear()
 
 
 class Backend(ABC):
-    """One device. Launches are ordered with respect to each other and to copies; ``to_host`` waits for them."""
+    """One device. Launches and copies run in the order in which they are started; ``to_host`` waits for them."""
 
     name: str
-    description: str  #: the device in words, for reports
-    #: Entered, with "23 kernels for DEVICE", while ``load`` compiles what the cache does not have.
+    description: str  #: the device's name for reports
+    #: Called with "23 kernels for DEVICE"; ``load`` enters the result while it compiles kernels that the cache lacks.
     compiling: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
     group: Group | None = None  #: the ranks that this backend has joined
-    family: Family = "generic"  #: whose plan an engine takes here
-    #: Rounds worth starting before the results of the last are read: none where a launch ends before it returns.
+    family: Family = "generic"  #: the hardware family whose plan an engine uses here
+    #: Rounds to start before the results of the last one are read; 0 if a launch ends before it returns.
     rounds_ahead: int = 0
-    #: Multiprocessors, which grids may be sized by; where there are none, few, so that a block gets several tiles.
+    #: Multiprocessors, by which grids may be sized. The CPU has none; its number is small, so that a block gets several tiles.
     processors: int = 3
 
     @abstractmethod
     def load(self, sources: Sequence[Source]) -> None:
-        """Make kernels launchable by name (compiled through the cache). Loading again under one name replaces it.
+        """Compile kernels through the cache and make them launchable by name. Another kernel of the same name is replaced.
 
         Raises CompileError (kernel, template text, compiler log) or BackendError (no compiler, no driver).
         """
 
     def compiling_kernels(self, count: int) -> AbstractContextManager[object]:
-        """What ``load`` enters while it compiles so many kernels."""
+        """The context in which ``load`` compiles ``count`` kernels."""
         return self.compiling(f"{count} kernel{'s' if count > 1 else ''} for {self.description}")
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """Uninitialised memory, 256-byte aligned (the CPU backend fills it with 0xff, which is NaN)."""
+        """Uninitialised memory, aligned to 256 bytes. The CPU backend fills it with 0xff, which is NaN."""
 
     def memory_limit(self) -> int | None:
-        """Bytes that all arrays together can never exceed, if that is known before trying."""
+        """The most bytes that all arrays together can have; None if that is unknown."""
         return None
 
     @abstractmethod
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
-        """A copy, in NumPy dtypes (bf16 as ml_dtypes.bfloat16), of all of it or of its first ``rows``."""
+        """A copy of the array, or of its first ``rows``, in NumPy dtypes (bf16 as ml_dtypes.bfloat16)."""
 
     @abstractmethod
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
@@ -133,32 +133,32 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self, array: DeviceArray) -> None:
-        """Give memory back. The array must not be used again."""
+        """Free the array's memory. The array must not be used again."""
 
     @abstractmethod
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
-        """Start a loaded kernel. Raises BackendError naming the kernel when the launch is refused or (CPU) the kernel misbehaves."""
+        """Start a loaded kernel. Raises BackendError, with the kernel's name, when the launch is refused or the kernel fails on the CPU."""
 
     def join(self, group: Group) -> Exchange:
-        """Become one of several ranks, whose backends all join; ``gather`` and ``inbox`` need it. Returns the best exchange they have.
+        """Join the other ranks' backends, before ``gather`` or ``inbox``. All ranks call it. Returns the fastest exchange that works.
 
-        Raises BackendError when this backend cannot exchange anything with the others'.
+        Raises BackendError when this backend cannot exchange data with the others.
         """
         raise BackendError(f"{self.description} cannot be one of several ranks")
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
         """Zeros that kernels of all ranks may write to, and the addresses of every rank's, i32 [ranks, 2] (the low word first).
 
-        All ranks call it alike. Raises BackendError when memory cannot be shared.
+        All ranks call it with the same arguments. Raises BackendError when memory cannot be shared.
         """
-        raise BackendError(f"{self.description} shares no memory with other ranks: --exchange gather does without")
+        raise BackendError(f"{self.description} shares no memory with other ranks: choose --exchange gather, which needs none")
 
     def agreed(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        """What rank 0 measured, for ranks must choose alike; ``seconds`` itself where there are no others."""
+        """Rank 0's ``seconds``, because all ranks must choose the same; without other ranks ``seconds`` itself."""
         return dict(seconds) if self.group is None else self.group.agreed(seconds)
 
     def gather(self, work: AllGather) -> None:
-        """Start a collective. Every rank starts the same ones in the same order. Raises BackendError when another rank is gone."""
+        """Start a collective. All ranks start the same ones, in one order. Raises BackendError when another rank has ended."""
         raise BackendError(f"{work.name}: {self.description} has not joined other ranks")
 
     def start(self, work: Work) -> None:
@@ -169,7 +169,7 @@ class Backend(ABC):
             self.launch(work.kernel, work.grid, work.block, work.smem, work.args)
 
     def record(self, work: Sequence[Work]) -> Replay:
-        """``work`` as one unit that can be started many times. Raises BackendError as ``launch`` and ``gather`` do."""
+        """A function that starts all of ``work``, any number of times. Raises BackendError as ``launch`` and ``gather`` do."""
         recorded = tuple(work)
 
         def replay() -> None:
@@ -179,15 +179,15 @@ class Backend(ABC):
         return replay
 
     def recorded_context(self, context: int) -> int:
-        """The context, at least ``context``, that launches are recorded for, so that one record serves many lengths."""
+        """The context for which launches are recorded: ``context`` rounded up, so that one recording serves many lengths."""
         return context
 
     def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
-        """A way to read ``arrays`` behind the launches that write them."""
+        """A mailbox that copies ``arrays`` after the launches that write them."""
         return Mailbox(self, arrays)
 
     def timer(self) -> Callable[[], float]:
-        """Start a stopwatch behind what was launched; calling the value waits for the device and gives the seconds between."""
+        """Start a stopwatch after what was launched. Calling the value waits for the device and returns the seconds since then."""
         self.synchronize()
         began = time.perf_counter()
 

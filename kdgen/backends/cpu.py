@@ -1,7 +1,7 @@
-"""The CPU backend: generated kernels, unchanged, compiled by a C++ compiler and run on fibers, optionally under a checker.
+"""The CPU backend: a C++ compiler compiles the generated kernels unchanged, and each GPU thread runs on a fiber, optionally with a checker.
 
-``templates/lib/cpu`` holds the CPU side of the primitives and the runtime (``runtime/``); this module compiles both through the
-cache and drives them. What is modelled and what is not: docs/cpu-backend.md.
+``templates/lib/cpu`` holds the primitives for the CPU and the runtime (``runtime/``). This module compiles both through the cache and calls
+them. docs/cpu-backend.md says what is modelled and what is not.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from kdgen.ranks.group import EXCHANGE_SECONDS, Group
 
 Mode = Literal["plain", "shuffled", "checker"]
 
-SHARED_LIMIT = 227 << 10  # dynamic shared memory a block may have, in bytes
+SHARED_LIMIT = 227 << 10  # the most dynamic shared memory of a block, in bytes
 MAX_BLOCK = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
-PATIENCE_MS = int(EXCHANGE_SECONDS * 1000)  # how long a block may wait for other ranks' words
-ALONE_MS = 2000  # and for words that nobody else can send, where no rank has joined
-SLICE_MS = 50  # how long a launch may go on before Ctrl-C is looked at
+PATIENCE_MS = int(EXCHANGE_SECONDS * 1000)  # the longest that a block waits for words of other ranks
+ALONE_MS = 2000  # the longest that it waits if there are no other ranks, so that the words can only be missing
+SLICE_MS = 50  # the longest that a launch runs before Python handles signals such as Ctrl-C
 MAX_OS_THREADS = 32
 
 NUMPY_DTYPES: dict[DType, np.dtype[np.generic]] = {
@@ -61,27 +61,27 @@ _NO_THREAD = 0xFFFFFFFF
 @dataclass(frozen=True)
 class _LoadedKernel:
     source: Source
-    address: int  # of its EmuKernel
+    address: int  # of its EmuKernel structure
     parameters: str
     library: Path
-    early: int  # a bit a parameter that may be read or written through before the kernel waits
+    early: int  # bit i: memory behind parameter i may be used before the kernel's griddepcontrol.wait
 
 
 class CpuBackend(Backend):
     """Runs kernels on this machine's processor.
 
-    ``plain`` runs threads in order, blocks on up to ``threads`` OS threads (all of the machine's by default). ``shuffled`` runs
-    threads and blocks in an order drawn from ``seed`` and finishes asynchronous copies as late as the kernel's waits allow.
-    ``checker`` does that too, and stops at the first race, uninitialised, misaligned or out-of-bounds access, unwaited copy or
-    divergence. Results do not depend on the mode, the seed or the number of OS threads, unless a kernel has a bug.
+    ``plain`` runs threads in order, and blocks on up to ``threads`` OS threads (by default all of the machine's). ``shuffled`` runs
+    threads and blocks in an order drawn from ``seed``, and completes asynchronous copies as late as the kernel's waits allow. ``checker``
+    also does so, and stops at the first race, uninitialised, misaligned or out-of-bounds access, missing wait for a copy, or divergence.
+    Unless a kernel has a bug, results do not depend on the mode, the seed or the number of OS threads.
     """
 
     name = "cpu"
 
     def __init__(self, mode: Mode = "plain", seed: int = 0, threads: int | None = None) -> None:
-        """Raises BackendError when ``mode`` or ``threads`` is nonsense. A missing compiler shows at the first use."""
+        """Raises BackendError for an unknown ``mode`` or ``threads`` below 1. A missing compiler is found only at the first use."""
         if mode not in _FLAGS:
-            raise BackendError(f"no CPU backend mode {mode!r}; there are {', '.join(_FLAGS)}")
+            raise BackendError(f"unknown mode {mode!r} of the CPU backend; there are {', '.join(_FLAGS)}")
         if threads is not None and threads < 1:
             raise BackendError(f"threads is {threads}; at least one OS thread must run the kernels")
         self.mode = mode
@@ -90,9 +90,9 @@ class CpuBackend(Backend):
         self._os_threads = min(wanted, MAX_OS_THREADS) if mode == "plain" else 1
         self.description = f"CPU emulator ({mode})"
         self._kernels: dict[str, _LoadedKernel] = {}
-        self._used_early: dict[str, int] = {}  # of a kernel, a bit a parameter
+        self._used_early: dict[str, int] = {}  # by kernel: bits of the parameters used before its wait
         self._shared: SharedGather | None = None
-        self._share_of_memory: int | None = None  # bytes, of a rank
+        self._share_of_memory: int | None = None  # bytes that this rank may use
         self._lock = threading.Lock()
 
     # ---- kernels ----------------------------------------------------------
@@ -102,15 +102,15 @@ class CpuBackend(Backend):
             return
         names = [source.name for source in sources]
         if len(set(names)) != len(names):
-            raise CompileError(f"one load names a kernel twice: {', '.join(sorted(names))}")
+            raise CompileError(f"several sources have the same kernel name: {', '.join(sorted(names))}")
         for source in sources:
             if not 1 <= source.block <= MAX_BLOCK:
-                raise CompileError(f"kernel {source.name}: a block of {source.block} threads; 1 to {MAX_BLOCK} are possible")
+                raise CompileError(f"kernel {source.name}: a block has {source.block} threads; it may have 1 to {MAX_BLOCK}")
             if not 0 <= source.smem <= SHARED_LIMIT:
                 raise CompileError(f"kernel {source.name}: {source.smem} bytes of dynamic shared memory; a block may have {SHARED_LIMIT}")
         compiler = host_compiler.find()
         paths = kernel_libraries(compiler, sources, self.mode == "checker", self.compiling_kernels)
-        runtime(compiler)  # which those are linked with
+        runtime(compiler)  # the kernels' libraries are linked with it
         loaded = {}
         libraries = {path: open_library(path) for path in dict.fromkeys(paths)}
         for source, path in zip(sources, paths, strict=True):
@@ -133,7 +133,7 @@ class CpuBackend(Backend):
             slot_count=len(args),
             grid=grid,
             threads=block,
-            shared_bytes=min(smem * loaded.source.cluster, SHARED_LIMIT),  # here a cluster is one block
+            shared_bytes=min(smem * loaded.source.cluster, SHARED_LIMIT),  # on the CPU, a cluster is one block
             os_threads=self._os_threads,
             flags=_FLAGS[self.mode] | (_OVERLAPS if loaded.source.overlaps else 0),
             seed=self.seed & 0xFFFFFFFFFFFFFFFF,
@@ -144,41 +144,43 @@ class CpuBackend(Backend):
         runtime = self._runtime
         with runtime.lock:
             while (result := runtime.launch(launch)) not in (_FINISHED, _FAILED):
-                pass  # between slices Python sees signals: Ctrl-C raises here, and the rest of the launch never happens
+                pass  # between slices Python handles signals: Ctrl-C raises here, and the rest of the launch is abandoned
         self._used_early[kernel] = self._used_early.get(kernel, 0) | int(launch.used_early)
         if result == _FAILED:
             earlier = next((each for each in self._kernels.values() if each.address == launch.error.earlier), loaded)
             raise BackendError(_explain(loaded, launch.error, args, earlier))
 
     def unused_early(self, kernel: str) -> tuple[str, ...]:
-        """What the plan lets a loaded kernel use before it waits (``Source.early``), and no launch so far has. Known in checker mode."""
+        """Parameters that the plan lets a kernel use before its wait (``Source.early``), but no launch has so far. Only in checker mode."""
         source, used = self._kernels[kernel].source, self._used_early.get(kernel, 0)
         return tuple(name for i, name in enumerate(_parameter_names(source)) if name in source.early and not used >> i & 1)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a launch returns when it has ended. For the checker, kernels that come overlap none of those before."""
+        """Does not wait, as launches end before they return. The checker then treats later kernels as not overlapping earlier ones."""
         if self.mode == "checker":
             self._runtime.settle()
 
     # ---- ranks ------------------------------------------------------------
 
     def join(self, group: Group) -> Exchange:
-        """The others are processes of this host. They share its OS threads."""
+        """All ranks are processes of this host and share its OS threads."""
         self._os_threads = max(1, self._os_threads // group.ranks)
         self._shared = SharedGather(group, self._runtime.signal, self._runtime.wait)
         self.group = group
         self.description += f", one of {group.ranks} ranks"
-        if (available := _memory_available()) is not None:  # looked at here, for no rank loads anything before all have joined
+        if (available := _memory_available()) is not None:  # measured here, because no rank allocates anything before all have joined
             self._share_of_memory = available // group.ranks
         return "gather"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
-        """Its words are waited for inside kernels, block by block, so all ranks must run blocks in one order: by one mode and seed."""
+        """Kernels wait for words in it, block by block, so all ranks must run blocks in the same order: with the same mode and seed."""
         if self.group is None:
             return super().inbox(shape, dtype)
         order = "in order" if self.mode == "plain" else f"{self.mode} {self.seed}"
         if len(set(self.group.exchange(order.encode()))) > 1:
-            raise BackendError("ranks that reach each other's memory run their blocks in one order, and these have other modes or seeds")
+            raise BackendError(
+                "ranks that reach each other's memory must run their blocks in the same order, but these have different modes or seeds"
+            )
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         room = -(-nbytes // 4096) * 4096
         memory = shared_memory(self.group, self.group.ranks * room)
@@ -195,7 +197,7 @@ class CpuBackend(Backend):
         ranks = self._shared.ranks
         if work.nbytes > len(source) or work.nbytes * ranks > len(target):
             sizes = f"{_describe(work.source.array)} to {_describe(work.target.array)}"
-            raise BackendError(f"{work.name}: {work.nbytes} bytes of {ranks} ranks do not fit {sizes}")
+            raise BackendError(f"{work.name}: {work.nbytes} bytes of each of {ranks} ranks do not fit, from {sizes}")
         self._shared.run(source[: work.nbytes], target[: work.nbytes * ranks], work.name)
         if self.mode == "checker":
             self._runtime.host_wrote(work.target.array.address + work.target.offset, work.nbytes * ranks)
@@ -213,19 +215,19 @@ class CpuBackend(Backend):
         return DeviceArray(shape, dtype, allocation.address, nbytes, allocation)
 
     def vast(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """Zeros, of which only the pages that are touched take memory: for indices beyond what a machine could fill. Nothing guards it.
+        """Zeros of which only touched pages take memory, for indices beyond the machine's memory. They have no guard zones.
 
-        Raises BackendError when the system gives this process no such range of addresses.
+        Raises BackendError when the system has no such range of addresses for this process.
         """
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         try:
             memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
         except OSError as error:
-            raise BackendError(f"no {nbytes} bytes of addresses: {error.strerror}") from error
+            raise BackendError(f"{nbytes} bytes of address space cannot be reserved: {error.strerror}") from error
         return DeviceArray(shape, dtype, memory.ctypes.data, nbytes, Mapped(self._runtime, memory, memory.ctypes.data, nbytes))
 
     def memory_limit(self) -> int | None:
-        """What the system can give without swapping; among ranks, an equal share of it."""
+        """Bytes that the system can give without swapping; with several ranks, an equal share of that."""
         return _memory_available() if self._share_of_memory is None else self._share_of_memory
 
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
@@ -252,7 +254,7 @@ class CpuBackend(Backend):
         _allocation(array).free()
 
     def forget(self, array: DeviceArray) -> None:
-        """Make its contents nothing, as they are in new memory."""
+        """Make its contents uninitialised again, as in new memory."""
         _allocation(array)
         self._runtime.forget(array.address, array.nbytes)
 
@@ -271,7 +273,7 @@ def _cpu_count() -> int:
 
 
 def _memory_available() -> int | None:
-    """Bytes that the system can give without swapping. Linux promises more, and ends processes when it is used."""
+    """Bytes that the system can give without swapping. Linux grants more, but kills processes that use it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -285,7 +287,7 @@ def _allocation(array: DeviceArray) -> Allocation:
     if not isinstance(allocation, Allocation):
         raise BackendError(f"{array.dtype}{list(array.shape)} is not memory of the CPU backend")
     if not allocation.address:
-        raise BackendError(f"{array.dtype}{list(array.shape)} was freed and is used again")
+        raise BackendError(f"{array.dtype}{list(array.shape)} is used after it was freed")
     if not allocation.address <= array.address <= array.address + array.nbytes <= allocation.address + allocation.nbytes:
         raise BackendError(f"{array.dtype}{list(array.shape)} lies outside the memory that it was made from")
     return allocation
@@ -307,7 +309,7 @@ def _describe(array: DeviceArray) -> str:
 def _check_launch(loaded: _LoadedKernel, grid: tuple[int, int, int], block: int, smem: int) -> None:
     source = loaded.source
     if not 1 <= block <= source.block:
-        raise BackendError(f"kernel {source.name}: launched with {block} threads a block; its launch bound is {source.block}")
+        raise BackendError(f"kernel {source.name}: launched with {block} threads in a block; its launch bound is {source.block}")
     if any(not 1 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)) or math.prod(grid) > MAX_GRID[0]:
         raise BackendError(f"kernel {source.name}: grid {grid} is impossible; each dimension must be 1 to {MAX_GRID}")
     if not 0 <= smem <= SHARED_LIMIT:
@@ -340,7 +342,7 @@ def _slots(loaded: _LoadedKernel, args: Sequence[Argument]) -> ctypes.Array[ctyp
 
 
 def _declarations(source: Source) -> tuple[str, ...]:
-    """The kernel's parameters as they are declared."""
+    """The declarations of the kernel's parameters."""
     code = re.sub(r"//.*", "", source.text)
     head = code.partition("__global__")[2].partition("{")[0]
     return tuple(each.strip() for each in head[head.rindex("(") + 1 : head.rindex(")")].split(",") if each.strip())
@@ -351,16 +353,16 @@ def _parameter_names(source: Source) -> tuple[str, ...]:
 
 
 def _early_parameters(source: Source) -> int:
-    """A bit for each parameter that the kernel may use before it waits. Raises CompileError for a name that is none of them."""
+    """A bit for each parameter that the kernel may use before its wait. Raises CompileError when ``source.early`` has an unknown name."""
     names = _parameter_names(source)
     if unknown := [name for name in source.early if name not in names]:
-        raise CompileError(f"kernel {source.name} has no parameter {', '.join(unknown)}, which it is to use before it waits")
+        raise CompileError(f"kernel {source.name} has no parameter {', '.join(unknown)}, which the plan lets it use before its wait")
     host_only = ["__restrict__" in declaration for declaration in _declarations(source)]
     return sum(1 << i for i, (name, only) in enumerate(zip(names, host_only, strict=True)) if only or name in source.early)
 
 
 def _explain(loaded: _LoadedKernel, error: Error, args: Sequence[Argument], earlier: _LoadedKernel) -> str:
-    """The runtime's error with kernel, block, thread, source lines and buffers by name; of an ``earlier`` launch, too."""
+    """The runtime's error, with the names of kernel, block, thread, source lines and buffers, also those of an ``earlier`` launch."""
 
     def place(where: int, kernel: _LoadedKernel = loaded) -> str:
         if where & _LINE_FLAG:
@@ -380,7 +382,7 @@ def _explain(loaded: _LoadedKernel, error: Error, args: Sequence[Argument], earl
 
 
 def _line_of(source: Source, place: str) -> str:
-    """The line of a kernel's text that ``place``, NAME.cu:LINE, names: the text exists in memory alone. Empty for other places."""
+    """The line of the kernel's text at ``place``, NAME.cu:LINE, as there is no such file on disk. Empty for other places."""
     name, _, number = place.rpartition(":")
     lines = source.text.split("\n")
     return lines[int(number) - 1].strip() if name == f"{source.name}.cu" and 0 < int(number) <= len(lines) else ""
@@ -390,7 +392,7 @@ def _buffer_name(address: int, args: Sequence[Argument]) -> str:
     for i, arg in enumerate(args):
         if isinstance(arg, Pointer) and isinstance(arg.array.handle, Allocation) and arg.array.handle.address == address:
             return f"{_describe(arg.array)}, argument {i}"
-    return f"the buffer at {address:#x}, which is no argument"
+    return f"the buffer at {address:#x}, which is not an argument"
 
 
 # ---- building -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kernels and the runtime as libraries: compiled by the host's C++ compiler, through the cache."""
+"""Kernels and the runtime as shared libraries, built by the host's C++ compiler through the cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kdgen.files.resources import templates_dir
 from kdgen.files.temporary import scratch_folder
 
 _runtime_lock = threading.Lock()
-SCHEMA = 1  # of what is cached; raise it when the meaning of an entry changes
+SCHEMA = 1  # version of the cache entries; raise it when their meaning changes
 
 
-_LIBRARY_OF = ".in"  # an entry of the cache that holds the key of the library that has a kernel
+_LIBRARY_OF = ".in"  # suffix of the cache entry that holds, for a kernel, the key of its library
 
 
 def _library_root() -> Path:
@@ -33,7 +33,7 @@ def _library_root() -> Path:
 
 @functools.cache
 def _library_hash(root: Path) -> str:
-    """Of every header and of the runtime."""
+    """A hash of all headers and of the runtime's sources."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.is_file():
@@ -48,7 +48,7 @@ def _key(*parts: object) -> str:
 
 @functools.cache
 def _scratch() -> Path:
-    """Where libraries live that the cache would not take; gone with the process."""
+    """A folder for libraries that the cache could not store. It is removed when the process ends."""
     kept = contextlib.ExitStack()
     atexit.register(kept.close)
     return kept.enter_context(scratch_folder("cpu"))
@@ -57,8 +57,8 @@ def _scratch() -> Path:
 def _cached_library(
     key: str, text: str, *, compiler: HostCompiler, flags: Sequence[str], options: Sequence[str], what: str, linked: bytes = b""
 ) -> Path:
-    """The shared library built from ``text``, from the cache if it is there and whole. ``options`` are the linker's, ``linked`` is the
-    library that it needs."""
+    """The shared library built from ``text``, from the cache if it holds an intact one. ``options`` are the linker's, ``linked`` is the
+    content of a library that it needs."""
     cache = Cache.default()
     found = cache.get("cpu", key, ".so")
     if found is not None:
@@ -81,7 +81,7 @@ def _cached_library(
 @functools.cache
 def _runtime_for(compiler: HostCompiler, root: Path) -> Runtime:
     key = _key("runtime", compiler.identity, compiler.flags, _library_hash(root))
-    text = '#include "runtime/runtime.cpp"\n'  # a path in it would have to be quoted
+    text = '#include "runtime/runtime.cpp"\n'  # relative, because an absolute path might need quoting
     path = _cached_library(
         key,
         text,
@@ -94,7 +94,7 @@ def _runtime_for(compiler: HostCompiler, root: Path) -> Runtime:
 
 
 def runtime(compiler: HostCompiler) -> Runtime:
-    """The one runtime of this process. Raises CompileError when it does not build."""
+    """The runtime library, loaded once in this process. Raises CompileError when it does not compile."""
     with _runtime_lock:
         return _runtime_for(compiler, _library_root())
 
@@ -112,16 +112,17 @@ def _unit(sources: Sequence[Source]) -> str:
 def kernel_libraries(
     compiler: HostCompiler, sources: Sequence[Source], checker: bool, compiling: Callable[[int], AbstractContextManager[object]]
 ) -> list[Path]:
-    """The library that has each kernel. Those that no library in the cache has are compiled together, into one, while ``compiling`` their
-    number is entered.
+    """The library of each kernel. Kernels without a library in the cache are compiled together, into one library, within the context
+    ``compiling(their number)``.
 
-    A plan for another context, or for a rank, has mostly the same kernels, and compiling takes longer than running them once.
+    The key is a single kernel's, because plans for other contexts or ranks share most kernels, and compiling one takes longer than running
+    it once.
     """
     root, cache = _library_root(), Cache.default()
     flags = ("-O1", *(("-DEMU_CHECKER", *compiler.checker_flags) if checker else ()))
     built_with = (compiler.identity, compiler.flags, flags, _library_hash(root))
     keys = [_key("kernel", *built_with, _unit([source])) for source in sources]
-    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # of each kernel, the key of its library
+    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # the key of each kernel's library
     there = {key: cache.get("cpu", key, ".so") for key in dict.fromkeys(named) if key}
     found = [there.get(key) for key in named]
     missing = [source for source, path in zip(sources, found, strict=True) if path is None]

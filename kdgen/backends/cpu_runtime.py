@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kdgen.backends.shared import bind
 from kdgen.errors import BackendError
 
-MAP_NORESERVE = 0x4000  # Linux promises the memory, however much; Python names it from 3.13 on
+MAP_NORESERVE = 0x4000  # Linux reserves any amount of addresses; a name in Python's mmap from 3.13 on
 
 
 class Kernel(ctypes.Structure):
@@ -59,19 +59,19 @@ class Launch(ctypes.Structure):
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Raises BackendError where the library cannot be loaded: a cache on a file system mounted noexec, say."""
+    """Load the library. Raises BackendError when that fails, for example when the cache is on a file system mounted noexec."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BackendError(f"a compiled library cannot be loaded: {error}; KDGEN_CACHE_DIR names another folder to keep it in") from error
+        raise BackendError(f"a compiled library cannot be loaded: {error}; KDGEN_CACHE_DIR names another folder for it") from error
 
 
 class Runtime:
-    """The runtime library, loaded once a process: allocations and fibers are its own, whoever launches."""
+    """The runtime library. A process loads it once, because it owns all allocations and fibers."""
 
     def __init__(self, path: Path) -> None:
-        # Held over every call, and over all the slices of a launch. Reentrant, because the garbage collector may free memory
-        # in the middle of a method.
+        # Held during every call, and during all slices of a launch. Reentrant, because the garbage collector may free memory
+        # within a method.
         self.lock = threading.RLock()
         # A forked child has only the thread that forked: it must not inherit a launch half done by another.
         os.register_at_fork(before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release)
@@ -138,7 +138,7 @@ class Runtime:
 
 
 class Allocation:
-    """Guarded memory; given back when freed, or when nobody holds it any more."""
+    """Memory with guard zones. It is freed by ``free``, or with the last reference to this object."""
 
     def __init__(self, runtime: Runtime, nbytes: int, watched: bool) -> None:
         self._runtime = runtime
@@ -157,7 +157,7 @@ class Allocation:
 
 
 class Mapped(Allocation):
-    """Memory that NumPy holds, and this process may share with others; it goes with the last of them."""
+    """Memory of a NumPy array, which other processes may share. The system frees it with the last process that maps it."""
 
     def __init__(self, runtime: Runtime, memory: npt.NDArray[np.uint8], address: int, nbytes: int) -> None:
         self._runtime, self._memory = runtime, memory

@@ -1,8 +1,4 @@
-"""The GPU backend: numba-cuda's arrays and stream, cuda.core's modules and launches.
-
-Looking for a GPU goes straight to the driver library, so that asking costs nothing and cannot hang or raise where there is none;
-numba and cuda.core are imported only when a backend is opened.
-"""
+"""The GPU backend: arrays and the stream are numba-cuda's, modules and launches are cuda.core's. Both are imported when it is opened."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CudaBackend(Backend):
-    """The first GPU. One stream orders everything; errors name the kernels they can come from.
+    """The first GPU. One stream orders all work. Errors name the kernels that can have caused them.
 
     Raises BackendError when there is no usable GPU.
     """
@@ -57,20 +53,20 @@ class CudaBackend(Backend):
         self.cubins: dict[str, Cubin] = {}
         self._cache = cache or Cache.default()
         self._kernels: dict[str, Kernel] = {}
-        self._clusters: dict[str, int] = {}  # blocks that a kernel's threads are divided among
-        self._overlapping: set[str] = set()  # kernels that wait for the one before them by themselves
-        # numba gives memory back when its array object dies, so the arrays live here and DeviceArray.handle is the key
+        self._clusters: dict[str, int] = {}  # by kernel: blocks of its cluster, among which its threads are divided
+        self._overlapping: set[str] = set()  # kernels that execute griddepcontrol.wait, and so may start early
+        # numba frees memory with its array object, so the objects are kept here; DeviceArray.handle is the key
         self._arrays: dict[int, Any] = {}
         self._handles = itertools.count(1)
         self._unfinished: dict[str, None] = {}  # kernels launched since the last wait, in order
         self._nccl: Nccl | None = None
-        self._after_collective = False  # the last thing started was one, which lets no kernel start early
+        self._after_collective = False  # a collective was started last, after which no kernel may start early
         with self._reporting("opening the GPU"):
             from cuda.core import Device
             from numba import cuda as numba_cuda
 
             self._numba: Any = numba_cuda
-            self._stream: Any = numba_cuda.stream()  # makes the primary context, which cuda.core then shares
+            self._stream: Any = numba_cuda.stream()  # creates the primary context, which cuda.core then shares
             device = Device(0)
             device.set_current()
             self._launch_stream = device.create_stream(self._stream)
@@ -78,7 +74,7 @@ class CudaBackend(Backend):
     # ---- ranks ------------------------------------------------------------
 
     def join(self, group: Group) -> Exchange:
-        """Each of the others has a GPU of its own; ``use_gpu`` has chosen it before this backend was opened."""
+        """Every rank has its own GPU, chosen by ``use_gpu`` before its backend was opened."""
         self.group = group
         self.description += f", one of {group.ranks} ranks"
         if not group.one_host:
@@ -92,7 +88,7 @@ class CudaBackend(Backend):
         return "peer"
 
     def inbox(self, shape: tuple[int, ...], dtype: DType) -> tuple[DeviceArray, DeviceArray]:
-        """It stays as long as the process, and cannot be read or written from the host."""
+        """The memory is never freed, and the host can neither read nor write it."""
         if self.group is None:
             return super().inbox(shape, dtype)
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
@@ -149,7 +145,7 @@ class CudaBackend(Backend):
     def to_host(self, array: DeviceArray, rows: int | None = None) -> npt.NDArray[np.generic]:
         shape, count = decided.elements(array.shape, rows)
         source = self._array(array)[:count]
-        self.synchronize()  # first, so that a kernel's failure is told as one
+        self.synchronize()  # first, so that a failed kernel is reported as such
         with self._reporting("copying from the GPU"):
             values: npt.NDArray[np.generic] = source.copy_to_host(stream=self._stream)
             self._stream.synchronize()
@@ -172,7 +168,7 @@ class CudaBackend(Backend):
         self._array(array)
         del self._arrays[self._key(array)]
         with self._reporting("freeing GPU memory"):
-            self._numba.current_context().memory_manager.deallocations.clear()  # numba would otherwise keep a few frees for later
+            self._numba.current_context().memory_manager.deallocations.clear()  # otherwise numba delays some of the frees
 
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, smem: int, args: Sequence[Argument]) -> None:
         with self._reporting(f"launching kernel {kernel} with grid {grid}, {block} threads and {smem} bytes of shared memory"):
@@ -187,7 +183,7 @@ class CudaBackend(Backend):
             raise BackendError(f"kernel {each.kernel} is not loaded")
         cubin = self.cubins[each.kernel]
         if each.smem > cubin.dynamic_smem:
-            raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, loaded for {cubin.dynamic_smem}")
+            raise BackendError(f"kernel {each.kernel}: {each.smem} bytes of dynamic shared memory, but loaded for {cubin.dynamic_smem}")
         if len(each.args) != loaded.num_arguments:
             raise BackendError(f"kernel {each.kernel}: {len(each.args)} arguments, {loaded.num_arguments} expected")
         waits_itself, after_collective = each.kernel in self._overlapping, self._after_collective
@@ -203,14 +199,14 @@ class CudaBackend(Backend):
         launch(where, config, loaded, *map(decided.scalar, each.args))
 
     def record(self, work: Sequence[Work]) -> Replay:
-        """A CUDA graph: one host call starts all launches, and the GPU goes from each to the next without the host."""
+        """Record a CUDA graph: one call by the host starts all launches, and the GPU proceeds from each to the next by itself."""
         kernels = dict.fromkeys(each.kernel for each in work if isinstance(each, Launch))
         names = ", ".join(kernels)
         with self._reporting(f"recording kernels {names}"):
             for name in kernels:
-                self._bring_in(name)
+                self._load_now(name)
             if any(isinstance(each, AllGather) for each in work):
-                self._communicator()  # made now, for that cannot be recorded
+                self._communicator()  # created now, because its creation cannot be recorded
             self._after_collective = False
             builder = self._launch_stream.create_graph_builder()
             builder.begin_building()
@@ -229,8 +225,8 @@ class CudaBackend(Backend):
 
         return replay
 
-    def _bring_in(self, name: str) -> None:
-        """Load a kernel's code now: the driver would do it at its first launch, which may not be a recorded one."""
+    def _load_now(self, name: str) -> None:
+        """Load a kernel's code. By default the driver loads it at the first launch, which must not happen while recording."""
         from cuda.bindings import driver
 
         if (kernel := self._kernels.get(name)) is not None:
@@ -241,8 +237,8 @@ class CudaBackend(Backend):
                 raise BackendError(f"kernel {name} does not load: {status.name}")
 
     def recorded_context(self, context: int) -> int:
-        """Coarser where it is longer: blocks beyond the true context end at once, and recording a deep model takes tens of
-        milliseconds."""
+        """Longer contexts are rounded more coarsely. Blocks beyond the true context end at once, but recording a deep model takes tens
+        of milliseconds."""
         return decided.recorded_context(context)
 
     def mailbox(self, arrays: Sequence[DeviceArray]) -> Mailbox:
@@ -264,17 +260,19 @@ class CudaBackend(Backend):
             self._stream.synchronize()
 
     def _launched(self) -> str:
-        """What a failure now seen can come from; asked once, when it is about to be waited for."""
+        """The kernels launched since the last wait, for the message if this wait fails. Clears the list."""
         launched, self._unfinished = ", ".join(self._unfinished) or "none", {}
-        return f"launched: {launched}; CUDA_LAUNCH_BLOCKING=1 tells which one failed"
+        return f"launched: {launched}; with CUDA_LAUNCH_BLOCKING=1 the message names the one that failed"
 
     def _divide_l1(self, kernel: Kernel, cubin: Cubin, block: int) -> None:
-        """Allow the kernel its shared memory, and ask for no more than the blocks on an SM need, but for half of what there can be.
+        """Set the kernel's limit of dynamic shared memory, and its preferred carveout: the part of an SM's L1 that is shared memory. It is
+        what the blocks on an SM need, but at least half.
 
-        An SM takes a smaller part for shared memory only when it is idle, and asked to. Kernels that start early leave it no such moment:
-        behind attention, which needs nearly all, experts had 28 KiB of L1 left for their inputs and took a fifth longer. Less than half
-        for the small kernels made others wait for the change. H200, a verify step of 8 rows of K2.6 cut to 8 layers (2026-11-30), µs: the
-        driver's choice 4,169, what blocks need 3,859, that or half 3,825, the least 3,933, the most 4,149.
+        An SM reduces its shared memory only while it is idle. Kernels that start early leave it no idle moment: after attention, which
+        needs nearly all of it, experts had 28 KiB of L1 for their inputs and took a fifth longer. With less than half for the small
+        kernels, later kernels waited for the change. A verify step of 8 rows of K2.6 cut to 8 layers took, on one H200 (2026-11-30): 4,169
+        µs with the driver's choice, 3,859 with what blocks need, 3,825 with that but at least half, 3,933 with the least, 4,149 with the
+        most.
         """
         from cuda.bindings import driver
 
@@ -305,7 +303,7 @@ class CudaBackend(Backend):
 
     @contextlib.contextmanager
     def _reporting(self, doing: str) -> Iterator[None]:
-        # numba raises CudaAPIError, cuda.core a CUDAError that no public module names, both for whatever failed before, too
+        # numba raises CudaAPIError; cuda.core raises a CUDAError that no public module exports. Both may report earlier failures
         try:
             yield
         except BackendError:
@@ -315,7 +313,7 @@ class CudaBackend(Backend):
 
 
 class _PinnedMailbox(Mailbox):
-    """Copies go to pinned memory in the stream, each behind an event that ``take`` waits for."""
+    """Copies to pinned memory, in the stream, each followed by an event for which ``take`` waits."""
 
     def __init__(self, backend: CudaBackend, arrays: Sequence[DeviceArray]) -> None:
         super().__init__(backend, arrays)
@@ -350,6 +348,6 @@ class _PinnedMailbox(Mailbox):
 
 
 def _numba_dtype(dtype: DType) -> np.dtype[np.generic]:
-    """How numba stores it: it knows bf16 only as bits."""
+    """The dtype of numba's array. numba lacks bf16, so that is stored as uint16."""
     names: dict[DType, str] = {"f32": "float32", "bf16": "uint16", "i32": "int32", "f64": "float64", "u8": "uint8"}
     return np.dtype(names[dtype])

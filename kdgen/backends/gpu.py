@@ -1,4 +1,4 @@
-"""Which GPU there is, asked of the driver library itself: that costs nothing, and cannot hang or raise where there is none."""
+"""The GPU of this machine, by direct calls of the driver library. They are fast, and neither hang nor raise without a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from kdgen.errors import BackendError
 from kdgen.plan.arch import arch_of_device
 
-#: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion counts.
+#: The oldest driver that loads CUDA 13's machine code, as cuDriverGetVersion numbers it.
 OLDEST_DRIVER = 13000
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first GPU the driver shows (CUDA_VISIBLE_DEVICES chooses)."""
+    """The first GPU that the driver shows; CUDA_VISIBLE_DEVICES chooses it."""
 
     name: str
     compute_capability: tuple[int, int]
     multiprocessors: int
-    shared_memory: int  #: most bytes of a multiprocessor
+    shared_memory: int  #: bytes of a multiprocessor
     memory_bytes: int
     driver_cuda: tuple[int, int]  #: the CUDA version the driver supports
 
@@ -37,7 +37,7 @@ NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def find_gpu() -> Gpu | str:
-    """The GPU kernels would run on, or the reason why there is none."""
+    """The GPU that kernels would run on, or the reason why there is none."""
     if os.environ.get("NUMBA_DISABLE_CUDA", "0") not in ("", "0"):
         return "NUMBA_DISABLE_CUDA is set"
     try:
@@ -58,7 +58,7 @@ def find_gpu() -> Gpu | str:
     version = number("cuDriverGetVersion")
     driver_cuda = (version // 1000, version % 1000 // 10)
     if version < OLDEST_DRIVER:
-        return f"the NVIDIA driver supports CUDA {driver_cuda[0]}.{driver_cuda[1]}, and 13.0 is needed (driver 580 or newer)"
+        return f"the NVIDIA driver supports CUDA {driver_cuda[0]}.{driver_cuda[1]}, but 13.0 is needed (driver 580 or newer)"
     device = number("cuDeviceGet", 0)
     name = ctypes.create_string_buffer(256)
     driver.cuDeviceGetName(name, 256, device)
@@ -69,7 +69,7 @@ def find_gpu() -> Gpu | str:
     multiprocessors, major, minor, shared_memory = (number("cuDeviceGetAttribute", attribute, device) for attribute in attributes)
     gpu_name = name.value.decode(errors="replace")
     if major < 8:
-        return f"{gpu_name} has compute capability {major}.{minor}, and 8.0 is needed"
+        return f"{gpu_name} has compute capability {major}.{minor}, but 8.0 is needed"
     return Gpu(gpu_name, (major, minor), multiprocessors, shared_memory, memory.value, driver_cuda)
 
 
@@ -80,19 +80,19 @@ def cuda_unusable() -> str | None:
 
 
 def use_gpu(local_rank: int) -> None:
-    """Make the GPU of a rank the first one; before anything asks the driver for one. CUDA_VISIBLE_DEVICES lists those to share out.
+    """Make GPU number ``local_rank`` of CUDA_VISIBLE_DEVICES the only visible one. Call it before anything initialises the driver.
 
-    A launcher that has given each rank its own leaves a list of one, which stays. Raises BackendError when the list is too short, or when
-    something has asked the driver: it has read the list then, and all ranks would share a GPU.
+    A list of one GPU stays, because then the launcher has assigned one to each rank. Raises BackendError when the list is too short, or
+    when the driver is initialised: it has already read the list, so that all ranks would share a GPU.
     """
     if _driver_has_started():
-        raise BackendError("the NVIDIA driver was started before this rank had chosen its GPU: nothing may ask for a GPU before that")
+        raise BackendError("the NVIDIA driver was initialised before this rank had chosen its GPU; nothing may use the driver before that")
     visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     if not visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
     elif len(visible) > 1:
         if local_rank >= len(visible):
-            raise BackendError(f"CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, and there is a rank {local_rank} on this host")
+            raise BackendError(f"CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, but this host has a rank {local_rank}, counted from 0")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
 
 

@@ -1,4 +1,4 @@
-"""The C++ compiler that builds kernels for the CPU: which one, what it is, and how it is called."""
+"""The C++ compiler that builds kernels for the CPU: how it is found, identified and called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kdgen.errors import BackendError, CompileError
 
 Family = Literal["gcc", "clang", "zig"]
 
-INSTALL_HINT = "Install one (`apt install g++`, or `pip install 'kdgen[compiler]'`), or point CXX at one."
+INSTALL_HINT = "Install one (`apt install g++`, or `pip install 'kdgen[compiler]'`), or set CXX to one."
 
 _COMMON = (
     "-std=c++17",
@@ -35,7 +35,7 @@ _COMMON = (
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-stack-protector",
-    "-fstack-clash-protection",  # a frame larger than a page must not step over the guard page
+    "-fstack-clash-protection",  # a stack frame larger than a page must not skip the guard page
     "-gdwarf-4",  # line tables in the version that line_table reads
     "-g1",
     "-w",
@@ -47,7 +47,7 @@ _ELF = b"\x7fELF"
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """A working compiler. ``identity``, part of every cache key, is what its ``--version`` says and any options in its command."""
+    """A working compiler. ``identity`` is the output of ``--version`` and the options in its command; it is part of every cache key."""
 
     command: tuple[str, ...]
     family: Family
@@ -55,7 +55,7 @@ class HostCompiler:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Compile flags for kernels and runtime alike, this machine's vector instructions included."""
+        """Flags for compiling both kernels and runtime. They include this machine's vector instructions."""
         own = {
             "gcc": ("-fno-gnu-unique", "-U_FORTIFY_SOURCE"),
             "clang": ("-U_FORTIFY_SOURCE",),
@@ -65,25 +65,25 @@ class HostCompiler:
 
     @property
     def checker_flags(self) -> tuple[str, ...]:
-        """What makes the compiler call the checker before each memory access, of as many bytes as the source says."""
-        # -fno-tree-sra: a vector load taken apart into words would be checked as words
-        # the checker holds an address to the size of the access, so GCC, whose accesses stay whole, needs no -fsanitize=alignment: that
-        # would take as long again as the rest of compiling a large kernel
+        """Flags that make the compiler call the checker before each memory access, with the access's size in the source."""
+        # -fno-tree-sra: otherwise a vector load could be split and checked as single words
+        # The checker compares an address's alignment with the access's size. GCC does not split accesses, so it needs no
+        # -fsanitize=alignment, which would double the time for a large kernel.
         gcc = ("--param", "tsan-instrument-func-entry-exit=0", "-fno-tree-sra")
         return ("-fsanitize=thread", *(gcc if self.family == "gcc" else ("-fsanitize=alignment",)))
 
     def build(self, source: Path, output: Path, *, flags: Sequence[str], libraries: Sequence[str], what: str) -> None:
         """Compile ``source`` and link it into the shared library ``output``.
 
-        Two steps, because linking with ``-fsanitize=thread`` would bring the sanitizer's own library in.
-        Raises CompileError with the compiler's log, or when it wrote no library; ``what`` names the thing being built.
+        Two steps, because linking with ``-fsanitize=thread`` would add the sanitizer's own library.
+        Raises CompileError with the compiler's log, or when the compiler wrote no library. ``what`` names the library in messages.
         """
         objects = output.with_suffix(".o")
         compile_only = [*self.command, *self.flags, *flags, "-x", "c++", "-c", str(source), "-o", str(objects)]
         link = [*self.command, "-shared", "-Wl,-Bsymbolic", str(objects), *libraries, "-o", str(output)]
         for command in (compile_only, link):
             try:
-                # what a compiler that is stopped leaves behind goes with the folder
+                # temporary files of a compiler that was stopped are removed with the folder
                 done = _run(command, {**os.environ, "TMPDIR": str(output.parent)})
             except OSError as error:
                 raise CompileError(f"{what}: cannot run {command[0]}: {error}") from error
@@ -97,29 +97,29 @@ class HostCompiler:
         except FileNotFoundError:
             written = False
         if not written:
-            raise CompileError(f"{what}: {' '.join(self.command)} succeeded, but wrote no shared library: it is no C++ compiler for Linux")
+            raise CompileError(f"{what}: {' '.join(self.command)} wrote no shared library, so it is not a C++ compiler for Linux")
 
 
 def _no_room(log: str) -> str:
-    """Why the compiler could not write a file, if its log says so; GCC takes that for a bug of its own."""
+    """Why the compiler could not write a file, or empty if its log does not say so. GCC reports this as its own internal error."""
     if "File size limit exceeded" in log or "File too large" in log:
-        return "a limit of this process forbids files as large as that (ulimit -f)"
+        return "the file is larger than this process may write (ulimit -f)"
     return "its disk is full; TMPDIR names another folder" if "No space left on device" in log else ""
 
 
 def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
-    """The first that works of $CXX, g++, clang++, c++ and the ``ziglang`` package.
+    """The first working compiler of $CXX, g++, clang++, c++ and the ``ziglang`` package.
 
-    Raises BackendError, saying what to install, when there is none, or when $CXX names something that does not work.
+    Raises BackendError, which says what to install, when none works, or when $CXX is set and does not work.
     """
     if chosen := environ.get("CXX"):
         try:
             words = tuple(shlex.split(chosen))
-        except ValueError:  # a quotation without an end
+        except ValueError:  # a quotation mark without its partner
             words = ()
         compiler = _probe(words, environ.get("PATH", ""))
         if compiler is None:
-            raise BackendError(f"CXX is {chosen!r}, which is no working C++ compiler. Unset it or correct it.")
+            raise BackendError(f"CXX is {chosen!r}, which is not a working C++ compiler. Unset it or correct it.")
         return compiler
     candidates: list[tuple[str, ...]] = [("g++",), ("clang++",), ("c++",)]
     if importlib.util.find_spec("ziglang") is not None:
@@ -132,9 +132,9 @@ def find(environ: Mapping[str, str] = os.environ) -> HostCompiler:
 
 @functools.cache
 def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
-    """What ``command`` is, or None when it does not run. ``path`` is the PATH to look in.
+    """The compiler that ``command`` runs, or None if it does not run. ``path`` is the PATH to search.
 
-    Raises BackendError when this process can start no other: that says nothing of the compiler.
+    Raises BackendError when this process cannot start any other process, which is not the compiler's fault.
     """
     if not command:
         return None
@@ -155,9 +155,9 @@ def _probe(command: tuple[str, ...], path: str) -> HostCompiler | None:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """``command``, with messages in English; what it prints may quote bytes of any encoding. Raises OSError.
+    """Run ``command`` with messages in English; its output may quote bytes of any encoding. Raises OSError.
 
-    When this process is asked to end meanwhile, so are the command and what it has started: the compiler proper is its child.
+    An exception, such as Ctrl-C, kills the command and its children, because the compiler proper is a child of the driver program.
     """
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
@@ -174,7 +174,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Compl
 
 @functools.cache
 def machine_flags() -> tuple[str, ...]:
-    """Vector and FMA instructions where the processor has them: without FMA, ``fmaf`` is a slow library call."""
+    """Flags for AVX2 and FMA instructions if the processor has them. Without FMA, ``fmaf`` is a slow library call."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     try:

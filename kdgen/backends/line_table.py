@@ -1,6 +1,6 @@
-"""Which source line a machine instruction came from, read from the DWARF 4 line table of an ELF library.
+"""The source line of a machine instruction, read from the DWARF 4 line table of an ELF library.
 
-Only what ``-gdwarf-4 -g1`` of gcc and clang writes: enough to name a kernel's line in an error without needing addr2line.
+It reads what gcc and clang write with ``-gdwarf-4 -g1``, so that errors can name a kernel's line without addr2line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """From ``address`` on, the code is ``file``'s line ``line``; line 0 ends a sequence."""
+    """Code from ``address`` on belongs to line ``line`` of ``file``; line 0 ends a sequence."""
 
     address: int
     line: int
@@ -23,7 +23,7 @@ class Row:
 
 
 def lookup(library: Path, address: int) -> Row | None:
-    """The line that the instruction at ``address`` (relative to where the library is loaded) belongs to, if the table says."""
+    """The line of the instruction at ``address``, relative to the library's load address; None if the table has none."""
     rows = _rows(library)
     i = bisect_right(rows, address, key=lambda row: row.address) - 1
     return rows[i] if i >= 0 and rows[i].line else None
@@ -104,7 +104,7 @@ def _program(r: _Reader, end: int) -> Iterator[Row]:
     start = r.take("I") + r.at
     min_length = r.take("B")
     if version >= 4:
-        r.take("B")  # operations per instruction: 1 everywhere but VLIW
+        r.take("B")  # operations per instruction: 1 except on VLIW machines
     r.take("B")  # default is_stmt
     line_base, line_range, opcode_base = r.take("b"), r.take("B"), r.take("B")
     operands = [0, *(r.take("B") for _ in range(opcode_base - 1))]
@@ -119,7 +119,7 @@ def _program(r: _Reader, end: int) -> Iterator[Row]:
     address, file, line = 0, 1, 1
     while r.at < end:
         opcode = r.take("B")
-        if opcode >= opcode_base:  # special: advances both, adds a row
+        if opcode >= opcode_base:  # special opcode: advances address and line, and adds a row
             adjusted = opcode - opcode_base
             address += adjusted // line_range * min_length
             line += line_base + adjusted % line_range

@@ -1,7 +1,7 @@
-"""All-gathers of GPU ranks through NCCL, by the three of its functions that this takes.
+"""All-gathers of GPU ranks through NCCL, which need three of its functions.
 
-``pip install 'kdgen[multi]'`` brings the library and nccl4py, NVIDIA's bindings of it. Where those are missing, the library that
-something else brought (torch's nvidia-nccl, the system) is called by ctypes: the functions have been the same since NCCL 2.0.
+``pip install 'kdgen[multi]'`` installs the library and nccl4py, NVIDIA's Python bindings. Without those, ctypes calls a library installed
+by something else (torch's nvidia-nccl, the system); the three functions have not changed since NCCL 2.0.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _INT8, _INT32 = 0, 2  # ncclDataType_t
 
 
 class Calls(Protocol):
-    """NCCL's functions. Each raises BackendError with NCCL's word for what went wrong."""
+    """NCCL's functions. Each raises BackendError with NCCL's message."""
 
     def unique_id(self) -> bytes: ...
 
     def join(self, ranks: int, unique_id: bytes, rank: int) -> None:
-        """Make this process's communicator; all ranks do at once."""
+        """Create this process's communicator. Returns when all ranks have called it."""
 
     def all_gather(self, source: int, target: int, count: int, kind: int, stream: int) -> None: ...
 
 
 class Nccl:
-    """A communicator of all ranks of ``group``, on the GPU that is current. All ranks make theirs at once.
+    """A communicator of all ranks of ``group`` on the current GPU. Creating it waits for all ranks.
 
-    Raises BackendError when the library is missing, or NCCL refuses (two ranks on one GPU, say).
+    Raises BackendError when the library is missing, or NCCL refuses, for example two ranks on one GPU.
     """
 
     def __init__(self, group: Group) -> None:
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in switches have an order of their own, and all-gathers need none
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # switches would sum in another order; all-gathers need no sums
         calls, problem = None, ""
         try:
             calls = open_calls()
@@ -47,18 +47,18 @@ class Nccl:
         missing = [str(rank) for rank, said in enumerate(group.exchange(problem.encode())) if said]
         if missing or calls is None:
             why = problem or f"rank {missing[0]} lacks it"
-            raise BackendError(f"ranks that do not reach each other's memory need NCCL: pip install 'kdgen[multi]' ({why})")
+            raise BackendError(f"ranks that cannot reach each other's memory need NCCL: pip install 'kdgen[multi]' ({why})")
         self._calls = calls
         calls.join(group.ranks, group.exchange(b"" if group.rank else calls.unique_id())[0], group.rank)
 
     def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
-        """``nbytes`` from address ``source`` of every rank to ``target``, in ``stream`` or in what it is captured to."""
+        """Copy ``nbytes`` from every rank's address ``source`` to ``target``, in ``stream`` or in the graph that captures it."""
         count, kind = (nbytes // 4, _INT32) if nbytes % 4 == 0 else (nbytes, _INT8)
         self._calls.all_gather(source, target, count, kind, stream)
 
 
 def open_calls() -> Calls:
-    """nccl4py where it is installed, else the library itself. Raises BackendError where neither is."""
+    """nccl4py if it is installed, otherwise the library by ctypes. Raises BackendError if neither is installed."""
     try:
         return _Nccl4py(importlib.import_module("nccl.bindings.nccl"))
     except ImportError:
@@ -83,7 +83,7 @@ class _Nccl4py:
     def _called(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self._bindings, name)(*arguments)
-        except (self._bindings.NCCLError, RuntimeError) as error:  # the latter where there is no library, or an old one
+        except (self._bindings.NCCLError, RuntimeError) as error:  # RuntimeError if the library is missing or old
             raise BackendError(f"{name}: {error}") from error
 
 
@@ -122,7 +122,7 @@ class _Library:
 
 
 def library_path() -> str:
-    """The NCCL library of the wheel if there is one, else the name that the system's loader may know."""
+    """The NCCL library of the wheel if it is installed, otherwise the name for the system's loader."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Memory of one GPU that the processes of others map: CUDA's interprocess handles."""
+"""Memory of one GPU that other processes map through CUDA's interprocess handles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _HANDLE_BYTES = 64
 
 
 def shared_zeros(group: Group, nbytes: int) -> tuple[int, list[int]]:
-    """The address of zeros on this rank's GPU, and where every rank's are mapped here; all ranks call it alike.
+    """Zeros on this rank's GPU that all ranks reach. Returns their address, and the address here of every rank's zeros.
 
-    They are there as long as the process. Raises BackendError, on every rank, when one of them cannot share or reach memory.
+    All ranks call it with the same size. The memory is never freed. Raises BackendError on every rank when one cannot share or reach it.
     """
     mine, handle, problem = 0, b"", ""
     try:
@@ -60,8 +60,8 @@ def _open(handle: bytes) -> int:
 
 
 def _ok(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned beside its status. Raises BackendError for another status than success."""
+    """The value that a driver call returned after its status. Raises BackendError unless the status is success."""
     status, *values = result
     if int(status) != 0:
-        raise BackendError(f"the driver says {status.name}")
+        raise BackendError(f"the NVIDIA driver reports {status.name}")
     return values[0] if values else None

@@ -1,7 +1,7 @@
-"""Memory that CPU ranks of one host share, and the all-gather over it.
+"""Memory that CPU ranks of one host share, and an all-gather through it.
 
-A file without a name, mapped by every rank: nothing of it is left when the processes end, however they end. Each rank counts its
-collectives in a flag of its own; waiting for the others' looks every few milliseconds whether one of them is lost.
+The memory is an unnamed file that every rank maps, so the system frees it when the processes end, however they end. Each rank counts its
+collectives in its own flag. A rank that waits for other flags checks every few milliseconds whether a rank is lost.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy.typing as npt
 from kdgen.errors import BackendError
 from kdgen.ranks.group import Group
 
-FLAG_BYTES = 64  #: a cache line a rank
+FLAG_BYTES = 64  #: one cache line for each rank
 WAIT_MS = 20
 
 Signal = Callable[[int, int], None]  #: (address of a flag, count)
-Wait = Callable[[int, int, int, int, int], int]  #: (address of the first flag, flags, words apart, count, milliseconds): all there?
+#: (address of the first flag, flags, words from one to the next, count, milliseconds): whether all flags reached the count in time
+Wait = Callable[[int, int, int, int, int], int]
 
 
 class SharedGather:
-    """All-gathers among the ranks of ``group``. ``signal`` and ``wait`` are the runtime's, which order memory accesses.
+    """All-gathers among the ranks of ``group``. ``signal`` and ``wait`` are functions of the runtime that also order memory accesses.
 
-    Raises BackendError when the ranks are on several hosts, or there is no room for their memory.
+    Raises BackendError when the ranks are on several hosts, or shared memory cannot be allocated.
     """
 
     def __init__(self, group: Group, signal: Signal, wait: Wait) -> None:
@@ -42,7 +43,7 @@ class SharedGather:
         self._memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def run(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], name: str) -> None:
-        """Every rank's ``source`` into ``target``, which is ``ranks`` times as long. Raises BackendError when a rank is lost."""
+        """Copy every rank's ``source`` to ``target``, which is ``ranks`` times as long. Raises BackendError when a rank is lost."""
         group, size = self._group, len(source)
         if size > self._room:
             self._grow(size)
@@ -52,25 +53,25 @@ class SharedGather:
         slots[group.rank, :size] = source
         count, flags = self._count & 0xFFFFFFFF, self._memory.ctypes.data
         self._signal(flags + group.rank * FLAG_BYTES, count)
-        # A slot is filled again two collectives later: by then every rank has come to the one between, so it has read this one.
+        # A slot is reused two collectives later. By then every rank has started the collective between, so it has read this slot.
         while not self._wait(flags, group.ranks, FLAG_BYTES // 4, count, WAIT_MS):
             group.check()
-            for rank in tuple(group.left):  # what it had to give is here, or will never be
+            for rank in tuple(group.left):  # a rank that has ended has sent its part already, or never will
                 if not self._wait(flags + rank * FLAG_BYTES, 1, 0, count, 0):
                     raise BackendError(f"{name}: rank {rank} has ended, and rank {group.rank} waits for it")
         target.reshape(group.ranks, size)[...] = slots[:, :size]
 
     def _grow(self, size: int) -> None:
-        """Larger slots. All ranks come here in the same collective, for all have the same sizes."""
+        """Make the slots larger. All ranks do so in the same collective, because their sizes are equal."""
         self._room = 1 << (size - 1).bit_length()
         self._memory = shared_memory(self._group, self.ranks * (FLAG_BYTES + 2 * self._room))
         self._count = 0
 
 
 def shared_memory(group: Group, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeros that all ranks of ``group`` have mapped; all call it alike. It goes with the last array of it.
+    """Zeros that all ranks of ``group`` map. All ranks call it with the same size. The memory is freed with the last array over it.
 
-    Raises BackendError when there is no room for it, or a rank is lost.
+    Raises BackendError when it cannot be allocated, or a rank is lost.
     """
     with contextlib.ExitStack() as files:
         path = b""
@@ -79,12 +80,14 @@ def shared_memory(group: Group, nbytes: int) -> npt.NDArray[np.uint8]:
                 file = files.enter_context(os.fdopen(os.memfd_create("kdgen-ranks"), "wb"))
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             except OSError as error:
-                raise BackendError(f"no {nbytes} bytes of shared memory for {group.ranks} ranks: {error.strerror or error}") from error
+                raise BackendError(
+                    f"{nbytes} bytes for {group.ranks} ranks to share cannot be allocated: {error.strerror or error}"
+                ) from error
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}".encode()
         try:
             with Path(os.fsdecode(group.exchange(path)[0])).open("r+b") as shared:
                 memory = np.frombuffer(mmap.mmap(shared.fileno(), nbytes), np.uint8)
-            group.exchange(b"")  # everybody has it
+            group.exchange(b"")  # every rank has mapped it
         except OSError as error:
             raise BackendError(f"the ranks' shared memory cannot be opened: {error.strerror or error}") from error
     return memory

@@ -81,8 +81,8 @@ def test_a_gpu(driver: Callable[[FakeDriver], None]) -> None:
     [
         (FakeDriver(status=100), r"CUDA_ERROR_NO_DEVICE \(100\)"),
         (FakeDriver(count=0), "shows no GPU"),
-        (FakeDriver(version=12040), r"CUDA 12\.4, and 13\.0 is needed"),
-        (FakeDriver(capability=(7, 5)), r"compute capability 7\.5, and 8\.0 is needed"),
+        (FakeDriver(version=12040), r"CUDA 12\.4, but 13\.0 is needed"),
+        (FakeDriver(capability=(7, 5)), r"compute capability 7\.5, but 8\.0 is needed"),
     ],
 )
 def test_reasons(driver: Callable[[FakeDriver], None], fake: FakeDriver, reason: str) -> None:

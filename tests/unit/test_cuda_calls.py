@@ -166,7 +166,7 @@ def test_launches_have_their_attributes_and_arguments(monkeypatch: pytest.Monkey
     ("kernel", "smem", "args", "said"),
     [
         ("none", 0, 2, "kernel none is not loaded"),
-        ("plain", 1001, 2, "1001 bytes of dynamic shared memory, loaded for 1000"),
+        ("plain", 1001, 2, "1001 bytes of dynamic shared memory, but loaded for 1000"),
         ("plain", 0, 3, "3 arguments, 2 expected"),
     ],
 )
@@ -296,5 +296,5 @@ def test_failures_name_what_was_launched_since_the_last_wait(monkeypatch: pytest
     backend.synchronize()
     for name in ("add", "plain", "add"):
         backend.launch(name, (1, 1, 1), 32, 0, [0, 0])
-    with pytest.raises(BackendError, match=r"waiting for kernels \(launched: add, plain; CUDA_LAUNCH_BLOCKING=1 .*an illegal address"):
+    with pytest.raises(BackendError, match=r"waiting for kernels \(launched: add, plain; with CUDA_LAUNCH_BLOCKING=1 .*an illegal address"):
         backend.synchronize()

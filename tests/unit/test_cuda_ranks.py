@@ -170,11 +170,11 @@ def test_memory_of_ranks_is_zero_before_it_is_shared(monkeypatch: pytest.MonkeyP
 
 def test_every_rank_says_which_one_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_driver(monkeypatch, "open")
-    with pytest.raises(BackendError, match="rank 0: memory of rank 1: the driver says CUDA_ERROR_X"):
+    with pytest.raises(BackendError, match="rank 0: memory of rank 1: the NVIDIA driver reports CUDA_ERROR_X"):
         peers.shared_zeros(cast(Group, Pair(0, (bytes(64), b""))), 64)
     memory_driver(monkeypatch, "alloc")
     pair = Pair(0, (bytes(64), b""))
-    with pytest.raises(BackendError, match="rank 0: the driver says CUDA_ERROR_X"):
+    with pytest.raises(BackendError, match="rank 0: the NVIDIA driver reports CUDA_ERROR_X"):
         peers.shared_zeros(cast(Group, pair), 64)
     assert pair.said[0] == b"", "the others learn that there is no handle"
     memory_driver(monkeypatch)
