@@ -14,7 +14,7 @@ from kdgen.text.tokenizer import decode, load_tokenizer
 
 model = open_model(demo_dir() / "model-int4")
 tokenizer = load_tokenizer(model.text)
-plan = build_plan(model.spec, limits=Limits(max_context=128, max_sequences=2))  # the third request waits for a free place
+plan = build_plan(model.spec, limits=Limits(max_context=128, max_sequences=2))  # the third request waits until a sequence is free
 engine = start_engine(model.spec, plan, open_backend(), model.weights)
 
 first, second = (tokenizer.encode(text, begin=True) for text in ("def factorial(n):\n    if n", "for i in range("))

@@ -11,7 +11,7 @@ from kdgen.text.tokenizer import load_tokenizer
 model = with_drafter(open_model(demo_dir() / "model-int4"), demo_dir() / "drafter")
 prompt = load_tokenizer(model.text).encode("def factorial(n):\n    if n", begin=True)
 engine = open_engine(model, context=256).engine
-decoder = Decoder(engine)  # the fastest way to decode: whole rounds on the device where the drafter is there
+decoder = Decoder(engine)  # decodes in rounds that run entirely on the device, because the drafter does
 
 trees = decoder.decode(Request(prompt, 40, drafter=DFlashDrafter(block_size=16), budget=15, block_size=16))
 rows_of_trees = engine.cache_rows()

@@ -9,6 +9,6 @@ from kdgen.text.tokenizer import decode, load_tokenizer
 
 model = open_model(demo_dir() / "model-int4")  # any published folder, or a .kdtr file
 tokenizer = load_tokenizer(model.text)
-engine = open_engine(model, context=256).engine  # plans, compiles and loads; on the CPU where there is no GPU
+engine = open_engine(model, context=256).engine  # plans, compiles and loads; without a GPU, on the CPU
 tokens = decode_plain(engine, Request(tokenizer.encode("def factorial(n):\n    if n", begin=True), 50)).tokens
 print(decode(tokenizer, tokens))

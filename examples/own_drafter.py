@@ -1,4 +1,4 @@
-"""A drafter of your own: it proposes, the model decides, so a bad one costs time and changes no token."""
+"""A drafter of your own. The model accepts or rejects what it proposes, so a bad drafter costs time and changes no token."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SPACE = 32  # the demo model's tokens are bytes
 
 
 class SpacesDrafter:
-    """Guesses that indentation goes on: a space at every depth."""
+    """Guesses a space at every depth, as in indentation."""
 
     name = "spaces"
 

@@ -445,10 +445,8 @@ gather(1)
 """
     before = set(Path("/dev/shm").iterdir())
     code, _, said, _ = run(tmp_path, 2, body)
-    assert (
-        code == 2
-        and ("SIGKILL" if when == "waiting" else "bytes for 2 ranks to share cannot be allocated: No space left on device") in said
-    )
+    memory = "bytes for 2 ranks to share cannot be allocated: No space left on device"
+    assert code == 2 and ("SIGKILL" if when == "waiting" else memory) in said
     assert not [file for file in set(Path("/dev/shm").iterdir()) - before if file.name.startswith("kdgen-")]
 
 
