@@ -82,14 +82,15 @@ def _cached_library(
 def _runtime_for(compiler: HostCompiler, root: Path) -> Runtime:
     key = _key("runtime", compiler.identity, compiler.flags, _library_hash(root))
     text = '#include "runtime/runtime.cpp"\n'  # relative, because an absolute path might need quoting
-    path = _cached_library(
-        key,
-        text,
-        compiler=compiler,
-        flags=("-O3", f"-I{root}"),
-        options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
-        what="the CPU backend's runtime",
-    )
+    with Cache.default().alone([key]):
+        path = _cached_library(
+            key,
+            text,
+            compiler=compiler,
+            flags=("-O3", f"-I{root}"),
+            options=(f"-Wl,-soname,libkdgen-cpu-{key[:16]}.so", "-pthread"),
+            what="the CPU backend's runtime",
+        )
     return Runtime(path)
 
 
@@ -122,19 +123,28 @@ def kernel_libraries(
     flags = ("-O1", *(("-DEMU_CHECKER", *compiler.checker_flags) if checker else ()))
     built_with = (compiler.identity, compiler.flags, flags, _library_hash(root))
     keys = [_key("kernel", *built_with, _unit([source])) for source in sources]
-    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # the key of each kernel's library
+    found = _libraries_with(keys, cache)
+    if None in found:
+        linked = runtime(compiler)
+        with cache.alone([key for key, path in zip(keys, found, strict=True) if path is None]):
+            found = _libraries_with(keys, cache)  # another process has compiled some meanwhile, as ranks of one model do
+            missing = [source for source, path in zip(sources, found, strict=True) if path is None]
+            if missing:
+                new_key = _key("kernels", *built_with, _unit(missing))
+                with compiling(len(missing)):
+                    new = _kernel_library(new_key, compiler, linked, missing, (*flags, f"-I{root}"))
+                for key, path in zip(keys, found, strict=True):
+                    if path is None:
+                        cache.put("cpu", key, _LIBRARY_OF, new_key.encode())
+                found = [path or new for path in found]
+    return [path for path in found if path]
+
+
+def _libraries_with(keys: Sequence[str], cache: Cache) -> list[Path | None]:
+    """For the key of each kernel, a library in the cache that has it."""
+    named = [(cache.read("cpu", key, _LIBRARY_OF) or b"").decode() for key in keys]  # the key of its library
     there = {key: cache.get("cpu", key, ".so") for key in dict.fromkeys(named) if key}
-    found = [there.get(key) for key in named]
-    missing = [source for source, path in zip(sources, found, strict=True) if path is None]
-    if not missing:
-        return [path for path in found if path]
-    new_key = _key("kernels", *built_with, _unit(missing))
-    with compiling(len(missing)):
-        new = _kernel_library(new_key, compiler, runtime(compiler), missing, (*flags, f"-I{root}"))
-    for key, path in zip(keys, found, strict=True):
-        if path is None:
-            cache.put("cpu", key, _LIBRARY_OF, new_key.encode())
-    return [path or new for path in found]
+    return [there.get(key) for key in named]
 
 
 def _kernel_library(key: str, compiler: HostCompiler, runtime: Runtime, sources: Sequence[Source], flags: Sequence[str]) -> Path:

@@ -14,16 +14,20 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import platformdirs
 
 from kdgen.files.temporary import remove_abandoned, temporary_file
 
+if sys.platform != "win32":
+    import fcntl
+
 _ENTRY = re.compile(r"[0-9a-z]+-[0-9a-f]{32}\.[a-z0-9.]+|\.tmp-.*")
 _TEMPORARY = ".tmp-"
+_LOCKS = f"{_TEMPORARY}locks"  # an empty file: a place in it stands for a key
 
 
 def digest(*parts: str | bytes) -> str:
@@ -80,6 +84,20 @@ class Cache:
                 break
         return None
 
+    @contextlib.contextmanager
+    def alone(self, keys: Iterable[str]) -> Iterator[None]:
+        """Entered by one process at a time for each of ``keys``, so that the next finds in the cache what the first has made.
+
+        Where there are no such locks, by all at once.
+        """
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = held.enter_context((self.path / _LOCKS).open("wb"))
+                for place in sorted({int(key[:15], 16) for key in keys}):  # in one order, or two processes could wait for each other
+                    _lock(file, place)
+            yield
+
     def clear(self) -> int:
         """Remove every entry (and nothing that is not one); returns how many files went."""
         removed = 0
@@ -133,6 +151,12 @@ class Cache:
             if name == f"{key}-{_check(data)}{ending}":
                 return file, data
         return None
+
+
+def _lock(file: IO[bytes], place: int) -> None:
+    """Wait for the lock of this byte of ``file``; it goes when the file is closed. Raises OSError."""
+    if sys.platform != "win32":
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
 
 
 def _check(data: bytes) -> str:

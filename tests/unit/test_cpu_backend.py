@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -442,11 +443,16 @@ def start(mode: Mode, tag: str, **extra: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_processes_build_at_once() -> None:
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    """Both get the kernel, and one of them compiles it."""
     tag = f"built by {os.getpid()} at {time.time()}"
-    for process in [start("plain", tag), start("plain", tag)]:
+    slow, command = tmp_path / "slow-c++", shlex.join(host_compiler.find().command)
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo >> "$0.runs"; sleep 1;; esac\nexec {command} "$@"\n')
+    slow.chmod(0o755)
+    for process in [start("plain", tag, CXX=str(slow)), start("plain", tag, CXX=str(slow))]:
         out, err = process.communicate(timeout=60)
         assert (out, process.returncode) == ("ran\n", 0), err
+    assert Path(f"{slow}.runs").read_text() == "\n"
 
 
 def test_the_cache_may_be_cleared_at_any_time_and_kdgen_lie_anywhere(tmp_path: Path) -> None:
