@@ -150,9 +150,14 @@ def _ranks(c: Context) -> tuple[Buffer, ...]:
     for name, most, width in (("sum", rows, hidden), ("choice", choices, 2), ("logits", choices, vocab)):
         found += [  # a word and its round, for each of two turns
             Buffer(f"inbox_{name}", "i32", (2, ranks, most, width, 2), "inbox"),
-            Buffer(f"rounds_{name}", "i32", (most, column_blocks(width)), "counter"),
+            Buffer(rounds_of(f"inbox_{name}"), "i32", (most, column_blocks(width)), "counter"),
         ]
     return tuple(found)
+
+
+def rounds_of(inbox: str) -> str:
+    """The buffer that counts the rounds of the words in ``inbox``."""
+    return inbox.replace("inbox_", "rounds_")
 
 
 def _drafter(c: Context) -> tuple[Buffer, ...]:

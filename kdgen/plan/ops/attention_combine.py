@@ -29,6 +29,7 @@ from kdgen.plan.ops.op import (
     stored,
     writes,
 )
+from kdgen.plan.ops.same_bits import SameBits
 from kdgen.plan.tuning import CType, Mode, block_for
 from kdgen.spec.model import Spec
 
@@ -67,7 +68,7 @@ class MlaCombineWgmma:
 
 
 @dataclass(frozen=True)
-class CombineAndHeads:
+class CombineAndHeads(SameBits):
     """Context of combine_and_heads.cu.j2."""
 
     name: str
@@ -85,6 +86,10 @@ class CombineAndHeads:
     warp_tiles: int
     max_tokens: int
     smem_comment: str
+
+    @property
+    def same_bits_as(self) -> tuple[str, ...]:
+        return self.combine, self.linear
 
 
 def fuses_combine_and_w_uv(spec: Spec, mode: Mode) -> bool:

@@ -18,7 +18,7 @@ from kdgen.plan.ops.op import (
     stored,
     writes,
 )
-from kdgen.plan.ops.outbox import SENT, Outbox, outbox_of, sends
+from kdgen.plan.ops.outbox import SENT, Outbox, Sender, outbox_of, sends
 from kdgen.plan.tuning import (
     CHUNK_STEPS,
     CHUNKS_AHEAD,
@@ -39,7 +39,7 @@ FEW = "_few"  #: suffix of a layer's kernel for few rows
 
 
 @dataclass(frozen=True)
-class LinearF32:
+class LinearF32(Sender):
     """Context of linear_f32.cu.j2. Sizes are elements."""
 
     name: str
@@ -60,7 +60,7 @@ class LinearF32:
 
 
 @dataclass(frozen=True)
-class LinearMma:
+class LinearMma(Sender):
     """Context of linear_mma.cu.j2."""
 
     name: str

@@ -16,7 +16,7 @@ from kdgen.plan.expert_tiling import (
 )
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_weight, reads, reads_floats, reads_ints, stored, writes
-from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
+from kdgen.plan.ops.outbox import Outbox, Sender, outbox_of, sends
 from kdgen.plan.tuning import GENERIC_TOKENS, CType, block_for, input_slices
 
 #: The lists of experts that have assignments. The kernel that makes them lets the next one begin only when they are complete.
@@ -70,7 +70,7 @@ class ExpertsMma:
 
 
 @dataclass(frozen=True)
-class MoeCombine:
+class MoeCombine(Sender):
     """Context of moe_combine.cu.j2."""
 
     name: str

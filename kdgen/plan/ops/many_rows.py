@@ -20,6 +20,7 @@ from kdgen.plan.ops.dense import LinearMma
 from kdgen.plan.ops.experts import ExpertsMma
 from kdgen.plan.ops.op import Argument, Op
 from kdgen.plan.ops.router import RouterLogitsMma
+from kdgen.plan.ops.same_bits import Twin
 from kdgen.plan.tuning import CType
 
 SUFFIX = "_tiled"
@@ -37,7 +38,7 @@ BARRIER_BYTES = 8
 
 
 @dataclass(frozen=True)
-class LinearWgmma:
+class LinearWgmma(Twin):
     """Context of linear_wgmma.cu.j2."""
 
     name: str
@@ -65,7 +66,7 @@ class LinearWgmma:
 
 
 @dataclass(frozen=True)
-class ExpertsWgmma:
+class ExpertsWgmma(Twin):
     """Context of experts_wgmma.cu.j2."""
 
     name: str
@@ -87,7 +88,7 @@ class ExpertsWgmma:
 
 
 @dataclass(frozen=True)
-class MlaCombineRows:
+class MlaCombineRows(Twin):
     """Context of mla_combine_rows.cu.j2."""
 
     name: str
@@ -105,7 +106,7 @@ def twin_name(name: str) -> str:
 
 
 def is_twin(kernel: Kernel) -> bool:
-    return isinstance(kernel.params, LinearWgmma | ExpertsWgmma | MlaCombineRows)
+    return isinstance(kernel.params, Twin)
 
 
 def twin_of(kernel: Kernel, kernels: Sequence[Kernel]) -> Kernel | None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from kdgen.plan.ir import Cost, Kernel
 from kdgen.plan.ops.op import Argument, Context, buffer, inboxes, number, reads
+from kdgen.plan.ops.same_bits import SameBits
 from kdgen.plan.tuning import column_blocks
 
 SENT = "_to_ranks"  #: suffix of a kernel that sends its part of a sum to all ranks
@@ -20,6 +21,17 @@ class Outbox:
     ranks: int
     width: int
     counters: int
+
+
+class Sender(SameBits):
+    """Base of the context of a kernel that may have an outbox: then it sends the bits that the kernel without one leaves in a buffer."""
+
+    name: str
+    outbox: Outbox | None
+
+    @property
+    def same_bits_as(self) -> tuple[str, ...]:
+        return (self.name.removesuffix(SENT),) if self.outbox else ()
 
 
 def outbox_of(kernel: Kernel, c: Context) -> Kernel:
@@ -36,8 +48,3 @@ def sends(c: Context) -> tuple[Argument, ...]:
     """What a kernel with an outbox is given instead of an output."""
     rounds = reads("int", "rounds", buffer("rounds_sum"))
     return inboxes("inbox_sum"), number("my_rank", c.shard.rank), number("rows", c.limits.max_rows), rounds
-
-
-def unsent(name: str) -> str:
-    """The kernel that leaves in a buffer what the named one sends."""
-    return name.removesuffix(SENT)

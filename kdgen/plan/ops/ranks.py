@@ -25,6 +25,7 @@ from kdgen.plan.ops.op import (
     stored,
     writes,
 )
+from kdgen.plan.ops.same_bits import SameBits
 from kdgen.plan.tuning import block_for, cluster_of, column_blocks
 
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
@@ -57,7 +58,7 @@ class PeerSum:
 
 
 @dataclass(frozen=True)
-class PeerSumNorm:
+class PeerSumNorm(SameBits):
     """Context of peer_sum_norm.cu.j2."""
 
     name: str
@@ -66,6 +67,10 @@ class PeerSumNorm:
     ranks: int
     counters: int
     bias: bool
+
+    @property
+    def same_bits_as(self) -> tuple[str, ...]:
+        return self.sum, self.norm.name
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,19 @@ class RankLogits:
     block: int
 
 
+Gathered = Literal[Sublayer, "choice", "logits"]  #: what ranks gather: parts of a sum, tokens chosen, or logits
+
+
+def gather_name(what: Gathered) -> str:
+    """The collective that gathers ``what``."""
+    return f"gather_{what}"
+
+
 @dataclass(frozen=True)
 class GatherOp(Op):
-    """A collective that is no kernel."""
+    """A collective without a kernel: the backend gathers."""
 
-    what: Literal["attention", "mlp", "choice", "logits"]
+    what: Gathered
 
     def gather(self) -> Gather:
         hidden, vocab = self.c.spec.hidden_size, self.c.spec.vocab_size
@@ -121,7 +134,7 @@ class GatherOp(Op):
             "choice": ("choice", "choices", 8),
             "logits": ("logits", "logits_parts", 4 * vocab),
         }[self.what]
-        return Gather(f"gather_{self.what}", source, target, row_bytes)
+        return Gather(gather_name(self.what), source, target, row_bytes)
 
     def kernel(self) -> Kernel:
         raise NotImplementedError

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import ROW_EXTENT, Argument, Op, buffer, number, reads, reads_ints, stored, weight, writes, writes_ints
-from kdgen.plan.ops.outbox import Outbox, outbox_of, sends
+from kdgen.plan.ops.outbox import Outbox, Sender, outbox_of, sends
 from kdgen.plan.tuning import block_for, column_blocks
 
 
@@ -35,7 +35,7 @@ class Advance:
 
 
 @dataclass(frozen=True)
-class Embed:
+class Embed(Sender):
     """Context of embed.cu.j2."""
 
     name: str

@@ -18,6 +18,7 @@ from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Limits
+from kdgen.plan.ops.ranks import gather_name
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import start_engine
@@ -129,13 +130,13 @@ class Sums:
         if self._ended:
             return
         self._settle()
-        if name not in ("gather_attention", "gather_mlp"):  # tokens are chosen; the drafter's sums, which follow, are seen by its logits
+        if name not in (gather_name("attention"), gather_name("mlp")):  # a token is chosen; the drafter's sums after it show in its logits
             self._ended = True
             return
         spec, values = self._team.spec, parts.reshape(self._team.ranks, -1, self._team.spec.hidden_size)
         total, other = np.add.accumulate(values, axis=0)[-1], np.add.accumulate(values[::-1], axis=0)[-1]
         self.ordered += int((total != other).sum())
-        if name == "gather_mlp":
+        if name == gather_name("mlp"):
             self._what = "the embedding" if self._layer < 0 else f"the MLP of layer {self._layer}"
             self._layer += 1
         else:

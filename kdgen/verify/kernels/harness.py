@@ -14,6 +14,7 @@ from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError
 from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import DType, Kernel, Plan
+from kdgen.plan.ops.same_bits import Twin
 from kdgen.spec.model import Spec
 from kdgen.weights.pack import numpy_dtype
 
@@ -159,9 +160,8 @@ class Harness:
 
     @property
     def decode_twin(self) -> Kernel | None:
-        """The kernel for few rows whose bits this one gives, where it is for many."""
-        name: str | None = getattr(self.p, "decode", None)
-        return self.plan.kernel(name) if name else None
+        """The kernel for few rows whose bits this one must give, if it is for many rows."""
+        return self.plan.kernel(self.p.decode) if isinstance(self.p, Twin) else None
 
     # ---- memory ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdgen.backends.base import DeviceArray
+from kdgen.plan.memory import rounds_of
 from kdgen.runtime.engine import Engine
 from kdgen.verify.kernels.harness import SURPLUS_ROWS, Harness
 
@@ -84,7 +85,7 @@ def words_out_of_place(engine: Engine) -> str:
     """
     for inbox in (each for each in engine.plan.buffers if each.role == "inbox"):
         rounds = engine.read(inbox.name)[..., 1]  # [turn, from rank, rows, width]
-        last = engine.read(inbox.name.replace("inbox", "rounds")).max(axis=1)
+        last = engine.read(rounds_of(inbox.name)).max(axis=1)
         turn = np.arange(2).reshape(2, 1, 1, 1)
         if not rounds.any():
             return f"{inbox.name} holds no word"
