@@ -309,3 +309,10 @@ def test_tensor_cores_are_refused_where_dims_rule_them_out() -> None:
     assert build_plan(spec).compute == "f32" and any("moe_intermediate_size 120" in note for note in build_plan(spec).notes)
     with pytest.raises(KdgenError, match="moe_intermediate_size 120 is no multiple of 16"):
         build_plan(spec, "bf16")
+
+
+def test_a_plan_is_made_once() -> None:
+    spec = load_spec("tiny")
+    assert build_plan(spec, "f32") is build_plan(load_spec("tiny"), "f32")
+    assert build_plan(spec, "bf16").compute == "bf16"
+    assert build_plan(spec.model_copy(update={"name": "other"}), "f32").spec_name == "other"
