@@ -18,7 +18,7 @@ class Source:
     text: str
     block: int
     smem: int
-    #: The text waits for the kernel before it by itself (``wait_for_previous_kernel``), so a GPU may start it early.
+    #: The text waits for the kernel before it by itself (``griddepcontrol_wait``), so a GPU may start it early.
     overlaps: bool = False
     #: Blocks that a block's threads are divided among where a GPU has clusters; each has ``smem``.
     cluster: int = 1

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) read_bandwidth(const uint4* 
   for (size_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     uint4 value[IN_FLIGHT];
 #pragma unroll
-    for (int j = 0; j < IN_FLIGHT; ++j) value[j] = load_stream_16(data + tile * TILE + j * BLOCK + threadIdx.x);
+    for (int j = 0; j < IN_FLIGHT; ++j) value[j] = ld_global_nc_16(data + tile * TILE + j * BLOCK + threadIdx.x);
 #pragma unroll
     for (int j = 0; j < IN_FLIGHT; ++j) sum += value[j].x ^ value[j].y ^ value[j].z ^ value[j].w;
   }

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(128) %(name)s(const uint4* a, const
     char* tile = reinterpret_cast<char*>(shared->b[piece / 8]);
     *reinterpret_cast<uint4*>(tile + swizzled(row, piece %% 8)) = b[i];
   }
-  fence_for_wgmma();
+  fence_proxy_async();
   __syncthreads();
   float d[N / 2];
   for (int i = 0; i < N / 2; ++i)
@@ -46,18 +46,18 @@ extern "C" __global__ void __launch_bounds__(128) %(name)s(const uint4* a, const
   for (int step = 0; step < 4; ++step)
     for (int i = 0; i < 4; ++i)
       fragments[step][i] = reinterpret_cast<const u32*>(a)[(warp * 16 + lane / 4 + i %% 2 * 8) * 32 + step * 8 + lane %% 4 + i / 2 * 4];
-  const u64 rows = wgmma_tile(shared->a, 0), others = wgmma_tile(shared->b, sizeof shared->b[0]);
+  const u64 rows = wgmma_descriptor(shared->a, 0), others = wgmma_descriptor(shared->b, sizeof shared->b[0]);
   wgmma_fence(d);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    const u64 other = others + wgmma_offset(step * (BY_COLUMNS ? 16 * 128 : 32));
+    const u64 other = others + wgmma_descriptor_offset(step * (BY_COLUMNS ? 16 * 128 : 32));
     if (IN_REGISTERS)
       wgmma<BY_COLUMNS>(d, fragments[step], other, accumulate || step > 0);
     else
-      wgmma<BY_COLUMNS>(d, rows + wgmma_offset(step * 32), other, accumulate || step > 0);
+      wgmma<BY_COLUMNS>(d, rows + wgmma_descriptor_offset(step * 32), other, accumulate || step > 0);
   }
-  wgmma_commit();
-  wgmma_wait(d);
+  wgmma_commit_group();
+  wgmma_wait_group<0>(d);
   for (int i = 0; i < N / 2; ++i)
     out[(warp * 16 + lane / 4 + i / 2 %% 2 * 8) * N + i / 4 * 8 + lane %% 4 * 2 + i %% 2] = d[i];
 }
@@ -80,23 +80,23 @@ extern "C" __global__ void __launch_bounds__(96) pipeline(const u32* in, u32* ou
   u32 sum = 0;
   for (int i = 0; i < count; ++i) {
     if (warp == 2) {
-      if (i >= 2) mbarrier_wait(&shared->read[i % 2], (i / 2 - 1) & 1);
+      if (i >= 2) mbarrier_wait_parity(&shared->read[i % 2], (i / 2 - 1) & 1);
       cp_async_16(&shared->slot[i % 2][lane * 4], in + i * 128 + lane * 4, true);
-      cp_async_commit();
-      cp_async_wait<0>();
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared->filled[i % 2]);
     } else {
-      mbarrier_wait(&shared->filled[i % 2], (i / 2) & 1);
+      mbarrier_wait_parity(&shared->filled[i % 2], (i / 2) & 1);
       sum += shared->slot[i % 2][warp * 64 + lane] + shared->slot[i % 2][warp * 64 + 32 + lane];
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared->read[i % 2]);
     }
   }
   if (warp == 2) return;
-  barrier_of_warps(3, 64);
+  barrier_sync(3, 64);
   shared->slot[0][threadIdx.x] = sum;
-  barrier_of_warps(3, 64);
+  barrier_sync(3, 64);
   out[threadIdx.x] = shared->slot[0][threadIdx.x ^ 32];
 }
 """
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(160) bulk(const bf16* in, float* ou
   if (threadIdx.x < 2) {
     mbarrier_init(&shared->filled[threadIdx.x], 2);
     mbarrier_init(&shared->read[threadIdx.x], 4);
-    fence_for_wgmma();
+    fence_proxy_async();
   }
   __syncthreads();
   float d[32];
@@ -121,21 +121,21 @@ extern "C" __global__ void __launch_bounds__(160) bulk(const bf16* in, float* ou
   for (int i = 0; i < count; ++i) {
     u64* filled = &shared->filled[i % 2];
     if (threadIdx.x >= 128) {
-      if (i >= 2) mbarrier_wait(&shared->read[i % 2], (i / 2 - 1) & 1);
+      if (i >= 2) mbarrier_wait_parity(&shared->read[i % 2], (i / 2 - 1) & 1);
       if (threadIdx.x == 131) mbarrier_arrive(filled);
       if (threadIdx.x == 130) {
-        mbarrier_arrive_expect(filled, sizeof shared->slot[0]);
-        bulk_copy(shared->slot[i % 2], in + i * 64 * 64, 1024, filled);
-        bulk_copy(shared->slot[i % 2][8], in + i * 64 * 64 + 512, sizeof shared->slot[0] - 1024, filled);
+        mbarrier_arrive_expect_tx(filled, sizeof shared->slot[0]);
+        cp_async_bulk(shared->slot[i % 2], in + i * 64 * 64, 1024, filled);
+        cp_async_bulk(shared->slot[i % 2][8], in + i * 64 * 64 + 512, sizeof shared->slot[0] - 1024, filled);
       }
     } else {
-      mbarrier_wait(filled, (i / 2) & 1);
-      const u64 tile = wgmma_tile(shared->slot[i % 2], 0);
+      mbarrier_wait_parity(filled, (i / 2) & 1);
+      const u64 tile = wgmma_descriptor(shared->slot[i % 2], 0);
       wgmma_fence(d);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) wgmma<0>(d, tile + wgmma_offset(step * 32), tile + wgmma_offset(step * 32), true);
-      wgmma_commit();
-      wgmma_wait(d);
+      for (int step = 0; step < 4; ++step) wgmma<0>(d, tile + wgmma_descriptor_offset(step * 32), tile + wgmma_descriptor_offset(step * 32), true);
+      wgmma_commit_group();
+      wgmma_wait_group<0>(d);
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->read[i % 2]);
     }
@@ -156,23 +156,23 @@ extern "C" __global__ void __launch_bounds__(128) two_groups(const uint4* in, fl
   SHARED_DYNAMIC(Shared, shared);
   for (int i = threadIdx.x; i < 128 * 8; i += 128)
     *reinterpret_cast<uint4*>(reinterpret_cast<char*>(shared->tile[i / 512]) + swizzled(i / 8 % 64, i % 8)) = in[i];
-  fence_for_wgmma();
+  fence_proxy_async();
   __syncthreads();
   float first[32], second[32];
   for (int i = 0; i < 32; ++i) first[i] = second[i] = 0.0f;
-  const u64 tiles[2] = {wgmma_tile(shared->tile[0], 0), wgmma_tile(shared->tile[1], 0)};
+  const u64 tiles[2] = {wgmma_descriptor(shared->tile[0], 0), wgmma_descriptor(shared->tile[1], 0)};
   wgmma_fence(first);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<0>(first, tiles[0] + wgmma_offset(step * 32), tiles[0] + wgmma_offset(step * 32), true);
-  wgmma_commit();
+  for (int step = 0; step < 4; ++step) wgmma<0>(first, tiles[0] + wgmma_descriptor_offset(step * 32), tiles[0] + wgmma_descriptor_offset(step * 32), true);
+  wgmma_commit_group();
   wgmma_fence(second);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<0>(second, tiles[0] + wgmma_offset(step * 32), tiles[1] + wgmma_offset(step * 32), true);
-  wgmma_commit();
-  wgmma_wait_but_last(first);
+  for (int step = 0; step < 4; ++step) wgmma<0>(second, tiles[0] + wgmma_descriptor_offset(step * 32), tiles[1] + wgmma_descriptor_offset(step * 32), true);
+  wgmma_commit_group();
+  wgmma_wait_group<1>(first);
   float* to = out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
   for (int i = 0; i < 32; ++i) to[i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = first[i];
-  wgmma_wait(second);
+  wgmma_wait_group<0>(second);
   for (int i = 0; i < 32; ++i) to[64 * 64 + i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = second[i];
 }
 """

@@ -55,12 +55,12 @@ CP_ASYNC = """
   __syncthreads();
   for (int g = 0; g < 2; ++g) {
     cp_async_16(s + g * 128 + threadIdx.x * 4, src + g * 128 + threadIdx.x * 4, g * 32 + (int)threadIdx.x < valid);
-    cp_async_commit();
+    cp_async_commit_group();
   }
-  cp_async_wait<1>();
+  cp_async_wait_group<1>();
   __syncthreads();
   for (int i = 0; i < 4; ++i) out[i * 32 + threadIdx.x] = s[i * 32 + threadIdx.x];
-  cp_async_wait<0>();
+  cp_async_wait_group<0>();
   __syncthreads();
   for (int i = 4; i < 8; ++i) out[i * 32 + threadIdx.x] = s[i * 32 + threadIdx.x];
 """
@@ -78,7 +78,7 @@ CONVERT = """
   }
 """
 
-WIDEN = "int i = blockIdx.x * 128 + threadIdx.x; if (i < n) out[i] = and_or(x[i], 0x000f000fu, 0x43004300u);"
+WIDEN = "int i = blockIdx.x * 128 + threadIdx.x; if (i < n) out[i] = lop3_and_or(x[i], 0x000f000fu, 0x43004300u);"
 UNIFORM = """
   u32 a[4], pair[2] = {b[threadIdx.x * 2], b[threadIdx.x * 2 + 1]};
   float d[4];
@@ -101,8 +101,8 @@ ROUND_TWICE = """
 
 STREAM = """
   int i = threadIdx.x;
-  uint4 v = load_stream_16(src + i * 4);
-  uint2 w = load_stream_8(src + i * 2);
+  uint4 v = ld_global_nc_16(src + i * 4);
+  uint2 w = ld_global_nc_8(src + i * 2);
   out[i * 6] = v.x; out[i * 6 + 1] = v.y; out[i * 6 + 2] = v.z; out[i * 6 + 3] = v.w; out[i * 6 + 4] = w.x; out[i * 6 + 5] = w.y;
 """
 

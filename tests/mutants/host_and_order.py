@@ -84,8 +84,8 @@ ORDER = [
         ("programs",),
         (
             "experts may read before the lists are known to all",
-            "  __threadfence();\n  __syncthreads();\n  allow_next_kernel();",
-            "  allow_next_kernel();\n  __threadfence();\n  __syncthreads();",
+            "  __threadfence();\n  __syncthreads();\n  griddepcontrol_launch_dependents();",
+            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();",
         ),
     ),
     *seen_by(
@@ -94,8 +94,8 @@ ORDER = [
         ("programs",),
         (
             "the next kernel may read a residual that is not cleared",
-            "  __threadfence();\n  __syncthreads();\n  allow_next_kernel();",
-            "  allow_next_kernel();\n  __threadfence();\n  __syncthreads();",
+            "  __threadfence();\n  __syncthreads();\n  griddepcontrol_launch_dependents();",
+            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();",
         ),
     ),
     *seen_by(
@@ -104,8 +104,8 @@ ORDER = [
         ("programs",),
         (
             "a sender lets the next kernel go on before it has waited",
-            "  SHARED_DYNAMIC(Shared, shared);\n{% if not p.outbox %}\n  allow_next_kernel();\n{% endif %}",
-            "  SHARED_DYNAMIC(Shared, shared);\n  allow_next_kernel();",
+            "  SHARED_DYNAMIC(Shared, shared);\n{% if not p.outbox %}\n  griddepcontrol_launch_dependents();\n{% endif %}",
+            "  SHARED_DYNAMIC(Shared, shared);\n  griddepcontrol_launch_dependents();",
         ),
     ),
     *seen_by(
@@ -114,8 +114,8 @@ ORDER = [
         ("ranks by peer, kernels",),
         (
             "a sender lets the next kernel go on before it waits",
-            "  wait_for_previous_kernel();\n  allow_next_kernel();  // not before",
-            "  allow_next_kernel();\n  wait_for_previous_kernel();  // not before",
+            "  griddepcontrol_wait();\n  griddepcontrol_launch_dependents();  // not before",
+            "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();  // not before",
         ),
     ),
     *seen_by(
@@ -124,7 +124,7 @@ ORDER = [
         ("programs",),
         (
             "ends without having waited",
-            "  wait_for_previous_kernel();\n{% endif %}\n}\n",
+            "  griddepcontrol_wait();\n{% endif %}\n}\n",
             "{% endif %}\n}\n",
         ),
     ),
@@ -134,8 +134,8 @@ ORDER = [
         ("programs",),
         (
             "the number of rows is read too early",
-            "{% else %}\n  wait_for_previous_kernel();\n  const int tokens = *num_tokens;",
-            "{% else %}\n  const int tokens = *num_tokens;\n  wait_for_previous_kernel();",
+            "{% else %}\n  griddepcontrol_wait();\n  const int tokens = *num_tokens;",
+            "{% else %}\n  const int tokens = *num_tokens;\n  griddepcontrol_wait();",
         ),
     ),
     *seen_by(
@@ -144,8 +144,8 @@ ORDER = [
         ("programs",),
         (
             "the cache's blocks do not wait",
-            "  wait_for_previous_kernel();\n  if (!is_there) return;",
-            "  if (blockIdx.y == 0) wait_for_previous_kernel();\n  if (!is_there) return;",
+            "  griddepcontrol_wait();\n  if (!is_there) return;",
+            "  if (blockIdx.y == 0) griddepcontrol_wait();\n  if (!is_there) return;",
         ),
     ),
     *seen_by(
@@ -154,8 +154,8 @@ ORDER = [
         ("programs",),
         (
             "values are read before it has waited",
-            "  wait_for_previous_kernel();\n  if (splits == 0) return;\n  uint4 part[BATCH];",
-            "  if (splits == 0) return;\n  if (threadIdx.x < 32) wait_for_previous_kernel();\n  uint4 part[BATCH];",
+            "  griddepcontrol_wait();\n  if (splits == 0) return;\n  uint4 part[BATCH];",
+            "  if (splits == 0) return;\n  if (threadIdx.x < 32) griddepcontrol_wait();\n  uint4 part[BATCH];",
         ),
     ),
     *seen_by(

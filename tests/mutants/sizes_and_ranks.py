@@ -195,12 +195,12 @@ PRIMITIVES = [
         ),
         ("mma from zero: b swapped", '"r"(b[0]), "r"(b[1]), "f"(0.0f)', '"r"(b[1]), "r"(b[0]), "f"(0.0f)'),
         (
-            "load_stream_8: words swapped",
+            "ld_global_nc_8: words swapped",
             'asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}',
             'asm("ld.global.nc.L1::no_allocate.v2.u32 {%1,%0}',
         ),
         (
-            "cp_async_wait: one group too many may be under way",
+            "cp_async_wait_group: one group too many may be under way",
             '"cp.async.wait_group %0;" ::"n"(N)',
             '"cp.async.wait_group %0;" ::"n"(N + 1)',
         ),
@@ -215,7 +215,7 @@ PRIMITIVES = [
             "for (u32 block = 1; block < blocks; ++block)",
         ),
         ("swizzled: four rows alike", "(piece ^ (row & 7))", "(piece ^ (row & 3))"),
-        ("read_once: kept longest", "0x12f0000000000000", "0x14f0000000000000"),
+        ("evict_first_policy: kept longest", "0x12f0000000000000", "0x14f0000000000000"),
     ),
     *tested_by(
         "gpu",

@@ -178,7 +178,7 @@ BUGS = {
     ),
     "uninitialised_streaming_load": Case(
         """
-  const uint4 v = load_stream_16(in + t / 4 * 4);  // BUG
+  const uint4 v = ld_global_nc_16(in + t / 4 * 4);  // BUG
   out[t] = (int)v.x;
 """,
         "uninitialised: 16-byte read",
@@ -259,7 +259,7 @@ BUGS = {
         """
   SHARED_ARRAY(uint4, s, [THREADS / 4]);
   if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);
-  cp_async_commit();
+  cp_async_commit_group();
   __syncthreads();
   out[t] = (int)s[t / 4].x;  // BUG
 """,
@@ -269,10 +269,10 @@ BUGS = {
         """
   SHARED_ARRAY(uint4, s, [THREADS / 2]);
   if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);
-  cp_async_commit();
+  cp_async_commit_group();
   if (t < THREADS / 4) cp_async_16(&s[t + THREADS / 4], in + 4 * t, true);
-  cp_async_commit();
-  cp_async_wait<1>();
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
   __syncthreads();
   out[t] = (int)(s[t / 4].x + s[THREADS / 4 + t / 4].x);  // BUG
 """,
@@ -284,7 +284,7 @@ BUGS = {
   out[t] = t;
   if (t >= THREADS / 4) return;
   cp_async_16(&s[t], in + 4 * t, true);  // BUG
-  cp_async_commit();
+  cp_async_commit_group();
 """,
         "unwaited copy: this thread has ended with 1 asynchronous copies",
     ),
@@ -292,8 +292,8 @@ BUGS = {
         """
   SHARED_ARRAY(uint4, s, [THREADS / 4]);
   if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);  // BUG
-  cp_async_commit();
-  cp_async_wait<0>();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
   out[t] = (int)s[t / 4].x;  // BUG
 """,
         "race|uninitialised|unwaited",
@@ -305,8 +305,8 @@ BUGS = {
   __syncthreads();
   out[t] = (int)s[t / 4].x;  // BUG
   if (t < THREADS / 4) cp_async_16(&s[t], in + 4 * t, true);  // BUG
-  cp_async_commit();
-  cp_async_wait<0>();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
 """,
         "race|unwaited",
     ),
@@ -452,13 +452,13 @@ CLEAN = {
   SHARED_DYNAMIC(uint4, s);
   const bool mine = t < THREADS / 4;
   if (mine) cp_async_16(&s[t], in + 4 * t, true);
-  cp_async_commit();
+  cp_async_commit_group();
   if (mine) cp_async_16(&s[t + THREADS / 4], in + 4 * t, t % 2 == 0);
-  cp_async_commit();
-  cp_async_wait<1>();
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
   __syncthreads();
   int sum = (int)s[t / 4].x;
-  cp_async_wait<0>();
+  cp_async_wait_group<0>();
   __syncthreads();
   out[t] = sum + (int)s[THREADS / 4 + t / 4].x;
 """,
@@ -502,14 +502,14 @@ TILES = """
   float d[32] = {{}};
   if (t < 32) {{
     {before}
-    wgmma<0>(d, wgmma_tile(tile, 0), wgmma_tile(tile + 2048, 0), true);{called}
+    wgmma<0>(d, wgmma_descriptor(tile, 0), wgmma_descriptor(tile + 2048, 0), true);{called}
     {after}
   }}{meanwhile}
   out[t] = (int)d[0];
 """
 TILE_PARTS = {
-    "written": "", "fence": "fence_for_wgmma();\n  ", "before": "wgmma_fence(d);", "called": "",
-    "after": "wgmma_commit();\n    wgmma_wait(d);", "meanwhile": "",
+    "written": "", "fence": "fence_proxy_async();\n  ", "before": "wgmma_fence(d);", "called": "",
+    "after": "wgmma_commit_group();\n    wgmma_wait_group<0>(d);", "meanwhile": "",
 }  # fmt: skip
 
 
@@ -520,15 +520,17 @@ def tiles(says: str = "", **parts: str) -> Case:
 BUGS |= {
     "wgmma_of_unfenced_memory": tiles("unfenced", fence="", called="  // BUG"),
     "wgmma_with_touched_registers": tiles("no wgmma_fence", before="", called="  // BUG"),
-    "wgmma_not_committed": tiles("were not committed", after="wgmma_wait(d);  // BUG"),
+    "wgmma_not_committed": tiles("were not committed", after="wgmma_wait_group<0>(d);  // BUG"),
     "wgmma_operand_overwritten": tiles("race", called="  // BUG", meanwhile="\n  if (t == 40) tile[5] = 1;  // BUG"),
     "wgmma_operand_not_arrived": tiles(
         "unwaited copy",
         written="\n  __syncthreads();\n  cp_async_16(tile + 4 * t, in + t % 16 * 4, true);",
         called="  // BUG",
-        meanwhile="\n  cp_async_commit();\n  cp_async_wait<0>();",
+        meanwhile="\n  cp_async_commit_group();\n  cp_async_wait_group<0>();",
     ),
-    "wgmma_tile_misplaced": Case("\n  SHARED_DYNAMIC(u32, s);\n  out[t] = (int)wgmma_tile(s + 64, 0);  // BUG\n", "multiples of 1024"),
+    "wgmma_tile_misplaced": Case(
+        "\n  SHARED_DYNAMIC(u32, s);\n  out[t] = (int)wgmma_descriptor(s + 64, 0);  // BUG\n", "multiples of 1024"
+    ),
     "mbarrier_not_initialised": Case(
         "\n  SHARED_ARRAY(u64, b, [2]);\n  if (t == 0) mbarrier_arrive(b);  // BUG\n", "uninitialised|no mbarrier_init"
     ),
@@ -546,7 +548,7 @@ BUGS |= {
   if (t == 0) mbarrier_init(b, 2);
   __syncthreads();
   if (t == 0) mbarrier_arrive(b);
-  mbarrier_wait(b, 0);  // BUG
+  mbarrier_wait_parity(b, 0);  // BUG
 """,
         "no thread can go on",
     ),
@@ -561,7 +563,7 @@ BUGS |= {
     s[0] = 1;  // BUG
   }
   if (t == 32) {
-    mbarrier_wait(b, 0);
+    mbarrier_wait_parity(b, 0);
     out[0] = s[0];  // BUG
   }
 """,
@@ -581,13 +583,13 @@ BUGS |= {
 """,
         "race|uninitialised",
     ),
-    "barrier_of_warps_of_too_many": Case("\n  if (t < 32) barrier_of_warps(1, 64);  // BUG\n", "no thread can go on"),
+    "barrier_of_warps_of_too_many": Case("\n  if (t < 32) barrier_sync(1, 64);  // BUG\n", "no thread can go on"),
     "barrier_of_warps_orders_no_others": Case(
         """
   SHARED_ARRAY(int, s, [1]);
   if (t < 32) {
     if (t == 0) s[0] = 1;  // BUG
-    barrier_of_warps(1, 32);
+    barrier_sync(1, 32);
   } else {
     if (t == 40) out[0] = s[0];  // BUG
   }
@@ -610,14 +612,14 @@ CLEAN |= {
     if (t == 32) mbarrier_arrive(b);
   }
   if (t == 1) {
-    mbarrier_wait(b, 0);
+    mbarrier_wait_parity(b, 0);
     mbarrier_arrive(b + 1);
   }
   if (t == 40) {
-    mbarrier_wait(b + 1, 0);
+    mbarrier_wait_parity(b + 1, 0);
     s[0] = 2;
   }
-  barrier_of_warps(2, 64);
+  barrier_sync(2, 64);
   out[t] = s[0];
 """
     ),
@@ -634,37 +636,38 @@ BULK_COPY = """
   }}
   __syncthreads();{before}
   if (t == 40) {{
-    mbarrier_arrive_expect(b, {expected});
-    bulk_copy(s, in, {bytes}, b);{called}
+    mbarrier_arrive_expect_tx(b, {expected});
+    cp_async_bulk(s, in, {bytes}, b);{called}
   }}
   {wait}out[t] = (int)s[t];{read}
 """
 BULK_PARTS = {
-    "fence": "fence_for_wgmma();", "before": "", "expected": "256", "bytes": "256", "called": "", "wait": "mbarrier_wait(b, 0);\n  ",
+    "fence": "fence_proxy_async();", "before": "", "expected": "256", "bytes": "256", "called": "",
+    "wait": "mbarrier_wait_parity(b, 0);\n  ",
     "read": "",
 }  # fmt: skip
 
 
-def bulk_copy(says: str = "", **parts: str) -> Case:
+def cp_async_bulk(says: str = "", **parts: str) -> Case:
     return Case(BULK_COPY.format(**(BULK_PARTS | parts)), says)
 
 
 BUGS |= {
-    "bulk_copy_not_waited_for": bulk_copy("unwaited copy|race|uninitialised", called="  // BUG", wait="", read="  // BUG"),
-    "bulk_copy_that_nobody_waits_for": bulk_copy("unwaited copy: the block has ended", called="  // BUG", wait="// "),
-    "bulk_copy_after_a_read": bulk_copy("race", before="\n  s[t] = t;  // BUG", called="  // BUG"),
-    "bulk_copy_and_a_read_without_the_wait": bulk_copy(
-        "unwaited copy|race|uninitialised", called="  // BUG", wait="if (t < 32) mbarrier_wait(b, 0);\n  ", read="  // BUG"
+    "bulk_copy_not_waited_for": cp_async_bulk("unwaited copy|race|uninitialised", called="  // BUG", wait="", read="  // BUG"),
+    "bulk_copy_that_nobody_waits_for": cp_async_bulk("unwaited copy: the block has ended", called="  // BUG", wait="// "),
+    "bulk_copy_after_a_read": cp_async_bulk("race", before="\n  s[t] = t;  // BUG", called="  // BUG"),
+    "bulk_copy_and_a_read_without_the_wait": cp_async_bulk(
+        "unwaited copy|race|uninitialised", called="  // BUG", wait="if (t < 32) mbarrier_wait_parity(b, 0);\n  ", read="  // BUG"
     ),
-    "bulk_copy_of_fewer_bytes": bulk_copy("no thread can go on", bytes="240", wait="mbarrier_wait(b, 0);  // BUG\n  "),
-    "bulk_copy_of_odd_bytes": bulk_copy("multiples of 16", bytes="248", called="  // BUG"),
-    "bulk_copy_beyond_its_source": bulk_copy("out of bounds", bytes="272", expected="272", called="  // BUG"),
-    "bulk_copy_with_an_unfenced_mbarrier": bulk_copy("unfenced", fence="", called="  // BUG"),
-    "mbarrier_arrivals_before_the_last_copies": bulk_copy("are all there", called="\n    mbarrier_arrive(b);  // BUG"),
+    "bulk_copy_of_fewer_bytes": cp_async_bulk("no thread can go on", bytes="240", wait="mbarrier_wait_parity(b, 0);  // BUG\n  "),
+    "bulk_copy_of_odd_bytes": cp_async_bulk("multiples of 16", bytes="248", called="  // BUG"),
+    "bulk_copy_beyond_its_source": cp_async_bulk("out of bounds", bytes="272", expected="272", called="  // BUG"),
+    "bulk_copy_with_an_unfenced_mbarrier": cp_async_bulk("unfenced", fence="", called="  // BUG"),
+    "mbarrier_arrivals_before_the_last_copies": cp_async_bulk("are all there", called="\n    mbarrier_arrive(b);  // BUG"),
 }
 CLEAN |= {
-    "bulk_copy_waited_for": bulk_copy(),
-    "bulk_copy_of_two_pieces": bulk_copy(bytes="64", called="\n    bulk_copy(s + 16, in + 16, 192, b);"),
+    "bulk_copy_waited_for": cp_async_bulk(),
+    "bulk_copy_of_two_pieces": cp_async_bulk(bytes="64", called="\n    cp_async_bulk(s + 16, in + 16, 192, b);"),
 }
 
 

@@ -23,10 +23,10 @@ extern "C" __global__ void __launch_bounds__({threads}) {name}(int* a, int* b, i
 }}
 }}
 """
-WAIT, ALLOW, BEGIN = "  wait_for_previous_kernel();\n", "  allow_next_kernel();\n", "  begin_after_previous_kernel();\n"
+WAIT, ALLOW, BEGIN = "  griddepcontrol_wait();\n", "  griddepcontrol_launch_dependents();\n", "  begin_after_previous_kernel();\n"
 WRITE, FENCE = "  if (!blockIdx.x) a[t] = t;\n", "  __threadfence();\n  __syncthreads();\n"
 LATE = WAIT + ALLOW  # lets the next one begin once all before it is over
-SET_UP = "  SHARED_ARRAY(u64, ready, [1]);\n  if (t == 0) { mbarrier_init(ready, 32); fence_for_wgmma(); }\n  __syncthreads();\n"
+SET_UP = "  SHARED_ARRAY(u64, ready, [1]);\n  if (t == 0) { mbarrier_init(ready, 32); fence_proxy_async(); }\n  __syncthreads();\n"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ READ, WRITE_EARLY = "  if (a[t]) c[blockIdx.x * 64 + t] = 1;\n", "  if (!blockId
 READ_A = "  const int early = a[t];  // BUG\n"
 USE = "  c[blockIdx.x * 64 + t] = early;\n"
 EARLY = ALLOW + READ_A + WAIT + USE
-SOME_WAIT = "  if (t < 32) wait_for_previous_kernel();\n"
-ROLES = SET_UP + ALLOW + "  if (t < 32) { DO\n    return;\n  }\n  mbarrier_wait(ready, 0);\n" + READ_A + USE
+SOME_WAIT = "  if (t < 32) griddepcontrol_wait();\n"
+ROLES = SET_UP + ALLOW + "  if (t < 32) { DO\n    return;\n  }\n  mbarrier_wait_parity(ready, 0);\n" + READ_A + USE
 TOO_EARLY, NO_WRITE = "too early: 4-byte read of a ", "too early: 4-byte write of a .*"
 CASES = {
     "read_after_the_wait": Case((BEGIN + WRITE, BEGIN + READ_A + USE)),
@@ -58,7 +58,7 @@ CASES = {
     "old_behind_one_that_lets_nobody_begin": Case((BEGIN + WRITE, WAIT, EARLY)),
     "not_old_behind_an_early_one": Case((LATE + WRITE, BEGIN, EARLY), TOO_EARLY),
     "not_old_behind_one_with_an_early_block": Case(
-        (LATE + WRITE, "  if (blockIdx.x) wait_for_previous_kernel();\n" + ALLOW + WAIT, EARLY), TOO_EARLY
+        (LATE + WRITE, "  if (blockIdx.x) griddepcontrol_wait();\n" + ALLOW + WAIT, EARLY), TOO_EARLY
     ),
     # handed over: written, fenced, met, and then the next one may begin
     "handed_over": Case((WAIT + WRITE + FENCE + ALLOW, EARLY)),
@@ -75,16 +75,14 @@ CASES = {
     "a_thread_waits_for_its_block": Case((LATE + WRITE, ALLOW + SOME_WAIT + "  __syncthreads();\n" + READ_A + USE)),
     "a_warp_waits_for_itself": Case((LATE + WRITE, ALLOW + SOME_WAIT + READ_A + USE), TOO_EARLY),
     "a_shuffle_orders_nothing": Case(
-        (LATE + WRITE, ALLOW + "  if (t % 32 == 0) wait_for_previous_kernel();\n  __shfl_sync(~0u, t, 0);\n" + READ_A + USE), TOO_EARLY
+        (LATE + WRITE, ALLOW + "  if (t % 32 == 0) griddepcontrol_wait();\n  __shfl_sync(~0u, t, 0);\n" + READ_A + USE), TOO_EARLY
     ),
-    "a_syncwarp_orders": Case((LATE + WRITE, ALLOW + "  if (t % 32 == 0) wait_for_previous_kernel();\n  __syncwarp();\n" + READ_A + USE)),
-    "an_mbarrier_orders": Case((LATE + WRITE, ROLES.replace("DO", "wait_for_previous_kernel(); mbarrier_arrive(ready);"))),
-    "an_arrival_before_the_wait": Case(
-        (LATE + WRITE, ROLES.replace("DO", "mbarrier_arrive(ready); wait_for_previous_kernel();")), TOO_EARLY
-    ),
-    "a_barrier_of_warps_orders": Case((LATE + WRITE, ALLOW + SOME_WAIT + "  barrier_of_warps(1, 64);\n" + READ_A + USE)),
+    "a_syncwarp_orders": Case((LATE + WRITE, ALLOW + "  if (t % 32 == 0) griddepcontrol_wait();\n  __syncwarp();\n" + READ_A + USE)),
+    "an_mbarrier_orders": Case((LATE + WRITE, ROLES.replace("DO", "griddepcontrol_wait(); mbarrier_arrive(ready);"))),
+    "an_arrival_before_the_wait": Case((LATE + WRITE, ROLES.replace("DO", "mbarrier_arrive(ready); griddepcontrol_wait();")), TOO_EARLY),
+    "a_barrier_of_warps_orders": Case((LATE + WRITE, ALLOW + SOME_WAIT + "  barrier_sync(1, 64);\n" + READ_A + USE)),
     "a_block_that_does_not_wait": Case(
-        (BEGIN, ALLOW + "  if (blockIdx.x == 0) wait_for_previous_kernel();\n"), "unordered: the block has ended"
+        (BEGIN, ALLOW + "  if (blockIdx.x == 0) griddepcontrol_wait();\n"), "unordered: the block has ended"
     ),
 }
 

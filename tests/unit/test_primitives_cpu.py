@@ -58,7 +58,10 @@ KERNELS = {
   }
 """,
     ),
-    "widen": ("const u32* a, u32* out, int n", "  for (int i = lane; i < n; i += 32) out[i] = and_or(a[i], 0x000f000fu, 0x43004300u);\n"),
+    "widen": (
+        "const u32* a, u32* out, int n",
+        "  for (int i = lane; i < n; i += 32) out[i] = lop3_and_or(a[i], 0x000f000fu, 0x43004300u);\n",
+    ),
     "uniform": (
         "const u32* b, float* out",
         """
@@ -157,8 +160,8 @@ KERNELS = {
         """
   SHARED_ARRAY(int, s, [128]);
   cp_async_16(&s[lane * 4], in + lane * 4, lane % 4 != 3);
-  cp_async_commit();
-  cp_async_wait<0>();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
   __syncthreads();
   for (int i = 0; i < 4; ++i) out[i * 32 + lane] = s[i * 32 + lane];
 """,
@@ -168,10 +171,10 @@ KERNELS = {
         """
   SHARED_ARRAY(int, s, [256]);
   cp_async_16(&s[lane * 4], in + lane * 4, true);
-  cp_async_commit();
+  cp_async_commit_group();
   cp_async_16(&s[128 + lane * 4], in + lane * 4, true);
-  cp_async_commit();
-  cp_async_wait<1>();
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
   __syncthreads();
   out[lane] = s[lane] + s[128 + lane];
 """,
@@ -179,8 +182,8 @@ KERNELS = {
     "stream": (
         "const uint4* a, const uint2* b, u32* out",
         """
-  const uint4 v = load_stream_16(a + lane);
-  const uint2 w = load_stream_8(b + lane);
+  const uint4 v = ld_global_nc_16(a + lane);
+  const uint2 w = ld_global_nc_8(b + lane);
   out[lane] = v.x ^ v.y ^ v.z ^ v.w ^ w.x ^ w.y;
 """,
     ),
@@ -464,7 +467,7 @@ def names(header: str) -> set[str]:
 
 def test_every_gpu_primitive_has_a_cpu_twin() -> None:
     gpu, cpu = (names((templates_dir() / "lib" / side / "primitives.cuh").read_text()) for side in ("gpu", "cpu"))
-    assert {"mma_m16n8k16_bf16", "cp_async_wait", "SHARED_ARRAY", "bf16", "u64", "from_float"} <= gpu, (
+    assert {"mma_m16n8k16_bf16", "cp_async_wait_group", "SHARED_ARRAY", "bf16", "u64", "from_float"} <= gpu, (
         "the pattern no longer reads the header"
     )
     assert gpu - cpu == set()

@@ -89,9 +89,9 @@ def test_wrong_arithmetic_is_seen(tmp_path: Path, right: str, wrong: str, said: 
     ("right", "wrong", "said"),
     [
         ("x2.trans.shared.b16", "x2.shared.b16", "ldmatrix_x2_trans"),
-        ("} while (!done);", "} while (done);", "mbarrier_wait(u64*, int): operation 1 is\n    nothing"),
+        ("} while (!done);", "} while (done);", "mbarrier_wait_parity(u64*, int): operation 1 is\n    nothing"),
         ("valid ? 16 : 0", "valid ? 0 : 16", "operation 0 is\n    cp.async.cg.shared.global [s+16], [src+16], 16, 0\n  and should"),
-        ("0x12f0000000000000", "0x14f0000000000000", "read_once"),
+        ("0x12f0000000000000", "0x14f0000000000000", "evict_first_policy"),
         ("(u64)round << 32 | word", "(u64)word << 32 | round", "[to+8], word:round"),
         ("WGMMA_OUT_8(8), WGMMA_OUT_4(16)", "WGMMA_OUT_8(8), WGMMA_OUT_4(12)", "wgmma(float(&)[20]"),
         ('"r"(b[0]), "r"(b[1]));', '"r"(b[1]), "r"(b[0]));', "{b1,b0}, {d0,d1,d2,d3}"),
@@ -127,8 +127,8 @@ def test_wrong_descriptors_are_seen(tmp_path: Path, right: str, wrong: str, said
         ),
         ("float warp_sum(float v)", "double warp_sum(float v)", "the CPU side's warp_sum(float) returns float instead of double"),
         ("u32 warp_min(u32 v)", "u32 warp_least(u32 v)", "the GPU side has no warp_min(u32)"),
-        ('"griddepcontrol.wait;" ::: "memory"', '"griddepcontrol.wait;" ::', "wait_for_previous_kernel(): its assembly is volatile alone"),
-        ('asm volatile("barrier.sync', 'asm("barrier.sync', 'barrier_of_warps(int, int): its assembly is a "memory" clobber alone'),
+        ('"griddepcontrol.wait;" ::: "memory"', '"griddepcontrol.wait;" ::', "griddepcontrol_wait(): its assembly is volatile alone"),
+        ('asm volatile("barrier.sync', 'asm("barrier.sync', 'barrier_sync(int, int): its assembly is a "memory" clobber alone'),
     ],
 )
 def test_functions_that_differ_are_seen(tmp_path: Path, right: str, wrong: str, said: str) -> None:

@@ -35,7 +35,7 @@ def test_a_sender_waits_before_it_lets_the_next_kernel_begin() -> None:
     assert {each.kernel.template for each in senders} >= {"linear_f32.cu.j2", "linear_mma.cu.j2", "moe_combine.cu.j2", "embed.cu.j2"}
     assert text_problems(senders) == []
     for each in senders:
-        early = each.text.replace("  wait_for_previous_kernel();", "  allow_next_kernel();\n  wait_for_previous_kernel();", 1)
+        early = each.text.replace("  griddepcontrol_wait();", "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();", 1)
         (problem,) = text_problems([Rendered(each.kernel, early)])
         assert problem.startswith(f"{each.kernel.name} sends, and lets the next kernel begin before")
 

@@ -29,5 +29,5 @@ def text_problems(kernels: Sequence[Rendered]) -> list[str]:
 
 
 def _waits_first(code: str) -> bool:
-    waits, allows = code.find("wait_for_previous_kernel();"), code.find("allow_next_kernel();")
+    waits, allows = code.find("griddepcontrol_wait();"), code.find("griddepcontrol_launch_dependents();")
     return 0 <= waits < allows and "begin_after_previous_kernel();" not in code

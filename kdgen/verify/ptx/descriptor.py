@@ -10,13 +10,13 @@ from kdgen.verify.ptx.machine import Machine
 from kdgen.verify.ptx.memory import Memory
 from kdgen.verify.ptx.parse import Kernel
 
-COVERS = "wgmma_tile(const void*, u32)"
+COVERS = "wgmma_descriptor(const void*, u32)"
 SOURCE = """#include "primitives.cuh"
 extern "C" __global__ void __launch_bounds__(CLUSTER_BLOCK(256, 2)) descriptor(u64* out, u32 next_tile) {
   SHARED_DYNAMIC(bf16, tile);
   SHARED_ARRAY(unsigned char, odd, [5]);
-  out[0] = wgmma_tile(tile, next_tile);
-  out[1] = wgmma_tile(tile, next_tile) + wgmma_offset(32);
+  out[0] = wgmma_descriptor(tile, next_tile);
+  out[1] = wgmma_descriptor(tile, next_tile) + wgmma_descriptor_offset(32);
   odd[threadIdx.x] = 1;
   __syncthreads();
   out[2] = odd[1];

@@ -16,17 +16,18 @@ _STORED = "for (int i = 0; i < 4; ++i) out[i] = __float_as_uint(d[i]);"
 _EVICT_FIRST = "0x12f0000000000000"
 #: Whose assembly the compiler must neither drop nor join with another (volatile), and move no access to memory across ("memory").
 ORDERED = frozenset({
-    "ldmatrix_x4", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4_trans", "keep_in_place", "wgmma_fence", "wgmma_commit", "wgmma_wait",
-    "wgmma_wait_but_last", "fence_for_wgmma", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "mbarrier_arrive_expect",
-    "barrier_of_warps", "cp_async_16", "cp_async_commit", "cp_async_wait", "bulk_copy", "load_old_16", "load_old_4", "allow_next_kernel",
-    "wait_for_previous_kernel", "cluster_begin", "send_each_to_cluster", "wait_for_cluster", "send_word", "word_is_there",
+    "ldmatrix_x4", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4_trans", "warpgroup_fence_operand", "wgmma_fence", "wgmma_commit_group",
+    "wgmma_wait_group", "fence_proxy_async", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait_parity", "mbarrier_arrive_expect_tx",
+    "barrier_sync", "cp_async_16", "cp_async_commit_group", "cp_async_wait_group", "cp_async_bulk", "ld_relaxed_16", "ld_relaxed_4",
+    "griddepcontrol_launch_dependents", "griddepcontrol_wait", "cluster_begin", "send_each_to_cluster", "wait_for_cluster", "send_word",
+    "word_is_there",
 })  # fmt: skip
 #: Those of which only one overload has assembly of its own.
 ORDERED_ONCE = frozenset({"keep_until_here", "send_to_cluster", "send_words", "words_are_there"})
 #: Whose assembly stays, and stays in order with the other kind, but lets accesses to memory pass.
 KEPT = frozenset({
-    "uniform_fragment", "wgmma", "give_registers_back", "take_more_registers", "read_once", "load_if", "load_ahead_16", "load_ahead_8",
-    "load_ahead_4",
+    "uniform_fragment", "wgmma", "setmaxnreg_dec", "setmaxnreg_inc", "evict_first_policy", "ld_global_if", "ld_global_16", "ld_global_8",
+    "ld_global_4",
 })  # fmt: skip
 
 
@@ -98,12 +99,12 @@ def _wgmma() -> tuple[Probe, ...]:
     # What keeps registers in place makes a sum of constants stay a sum, and loads that nothing else uses stay.
     sum_of = "float d[2] = {0.5f, 0.25f}; CALL; out[0] = __float_as_uint(d[0] + d[1]);"
     step = "{p[0], p[1], p[2], p[3]}"
-    wait = "wgmma_wait(float(&)[FLOATS], const Operands&...)"
+    wait = "wgmma_wait_group(float(&)[FLOATS], const Operands&...)"
     for call, covers, expected in (
-        ("keep_in_place(d)", "keep_in_place(float(&)[FLOATS])", ()),
+        ("warpgroup_fence_operand(d)", "warpgroup_fence_operand(float(&)[FLOATS])", ()),
         ("wgmma_fence(d)", "wgmma_fence(float(&)[FLOATS])", ("wgmma.fence.sync.aligned",)),
-        ("wgmma_wait(d)", wait, ("wgmma.wait_group.sync.aligned 0",)),
-        ("wgmma_wait_but_last(d)", "wgmma_wait_but_last(float(&)[FLOATS])", ("wgmma.wait_group.sync.aligned 1",)),
+        ("wgmma_wait_group<0>(d)", wait, ("wgmma.wait_group.sync.aligned 0",)),
+        ("wgmma_wait_group<1>(d)", wait, ("wgmma.wait_group.sync.aligned 1",)),
     ):
         body = sum_of.replace("CALL", call)
         found.append(Probe((covers,), "", body, expected, ("0x3f400000",), kept=("add.rn.f32",)))
@@ -111,10 +112,10 @@ def _wgmma() -> tuple[Probe, ...]:
         (f"const u32 a[4] = {step}; keep_until_here(a);", "keep_until_here(const u32(&)[4])", (), 4),
         (f"const u32 a[2][4] = {{{step}, {step.replace('p[', 'p[4 + ')}}}; keep_until_here(a);",
          "keep_until_here(const u32(&)[STEPS][4])", (), 8),
-        (f"float d[1] = {{}}; const u32 a[4] = {step}; wgmma_wait(d, (u64)7, a);", wait, ("wgmma.wait_group.sync.aligned 0",), 4),
+        (f"float d[1] = {{}}; const u32 a[4] = {step}; wgmma_wait_group<0>(d, (u64)7, a);", wait, ("wgmma.wait_group.sync.aligned 0",), 4),
         ("keep_until_here((u64)7);", "keep_until_here(u64)", (), 0),
-        ("wgmma_commit();", "wgmma_commit()", ("wgmma.commit_group.sync.aligned",), 0),
-        ("fence_for_wgmma();", "fence_for_wgmma()", ("fence.proxy.async.shared::cta",), 0),
+        ("wgmma_commit_group();", "wgmma_commit_group()", ("wgmma.commit_group.sync.aligned",), 0),
+        ("fence_proxy_async();", "fence_proxy_async()", ("fence.proxy.async.shared::cta",), 0),
     ):  # fmt: skip
         found.append(Probe((covers,), "const u32* p", body, expected, kept=("ld.global.u32",) * loads))
     return tuple(found)
@@ -130,19 +131,19 @@ def _barriers() -> tuple[Probe, ...]:
         Probe(("mbarrier_arrive(u64*)",), "", f"mbarrier_arrive({barrier});", ("mbarrier.arrive.shared::cta.b64 _, [s+64]",)),
         # mbarrier.try_wait: "mbarrier.try_wait.parity{.shared{::cta}}.b64 waitComplete, [addr], phaseParity"; again while it says false
         Probe(
-            ("mbarrier_wait(u64*, int)",), "int parity", f"mbarrier_wait({barrier}, parity);",
+            ("mbarrier_wait_parity(u64*, int)",), "int parity", f"mbarrier_wait_parity({barrier}, parity);",
             tuple(f"{wait} {answer}, [s+64], parity" for answer in (0, 0, 1)), answers=(0, 0, 1),
         ),
         # mbarrier.arrive: "mbarrier.arrive.expect_tx{.sem.scope}{.shared{::cta}}.b64 state, [addr], tx_count"
         Probe(
-            ("mbarrier_arrive_expect(u64*, int)",), "int n", f"mbarrier_arrive_expect({barrier}, n);",
+            ("mbarrier_arrive_expect_tx(u64*, int)",), "int n", f"mbarrier_arrive_expect_tx({barrier}, n);",
             ("mbarrier.arrive.expect_tx.shared::cta.b64 _, [s+64], n",),
         ),
         # barrier: "barrier{.cta}.sync{.aligned} a{, b}": b threads
-        Probe(("barrier_of_warps(int, int)",), "int id, int n", "barrier_of_warps(id, n);", ("barrier.sync.aligned id, n",)),
+        Probe(("barrier_sync(int, int)",), "int id, int n", "barrier_sync(id, n);", ("barrier.sync.aligned id, n",)),
         # setmaxnreg: "setmaxnreg.action.sync.aligned.u32 imm-reg-count"
-        Probe(("give_registers_back()",), "", "give_registers_back<24>();", ("setmaxnreg.dec.sync.aligned.u32 24",)),
-        Probe(("take_more_registers()",), "", "take_more_registers<240>();", ("setmaxnreg.inc.sync.aligned.u32 240",)),
+        Probe(("setmaxnreg_dec()",), "", "setmaxnreg_dec<24>();", ("setmaxnreg.dec.sync.aligned.u32 24",)),
+        Probe(("setmaxnreg_inc()",), "", "setmaxnreg_inc<240>();", ("setmaxnreg.inc.sync.aligned.u32 240",)),
     )  # fmt: skip
 
 
@@ -160,16 +161,19 @@ def _copies() -> tuple[Probe, ...]:
             ("cp.async.cg.shared.global.L2::cache_hint [s+16], [src+16], 16, policy",),
         ),
         Probe(
-            ("read_once()",), "const u32* src", "cp_async_16(s + 16, src + 4, read_once());",
+            ("evict_first_policy()",), "const u32* src", "cp_async_16(s + 16, src + 4, evict_first_policy());",
             (f"cp.async.cg.shared.global.L2::cache_hint [s+16], [src+16], 16, {_EVICT_FIRST}",),
         ),
         # cp.async.commit_group, cp.async.wait_group N
-        Probe(("cp_async_commit()",), "", "cp_async_commit();", ("cp.async.commit_group",)),
-        Probe(("cp_async_wait()",), "", "cp_async_wait<3>(); cp_async_wait<0>();", ("cp.async.wait_group 3", "cp.async.wait_group 0")),
+        Probe(("cp_async_commit_group()",), "", "cp_async_commit_group();", ("cp.async.commit_group",)),
+        Probe(
+            ("cp_async_wait_group()",), "", "cp_async_wait_group<3>(); cp_async_wait_group<0>();",
+            ("cp.async.wait_group 3", "cp.async.wait_group 0"),
+        ),
         # cp.async.bulk: "cp.async.bulk.dst.src.completion_mechanism [dstMem], [srcMem], size, [mbar]"
         Probe(
-            ("bulk_copy(void*, const void*, int, u64*)",), "const u32* src, int n",
-            "bulk_copy(s + 16, src + 4, n, reinterpret_cast<u64*>(s + 64));", (f"{bulk} [s+16], [src+16], n, [s+64]",),
+            ("cp_async_bulk(void*, const void*, int, u64*)",), "const u32* src, int n",
+            "cp_async_bulk(s + 16, src + 4, n, reinterpret_cast<u64*>(s + 64));", (f"{bulk} [s+16], [src+16], n, [s+64]",),
         ),
     )  # fmt: skip
 
@@ -190,13 +194,13 @@ def _loads() -> tuple[Probe, ...]:
     found = []
     four, two = "out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;", "out[0] = v.x; out[1] = v.y;"
     for name, kind, instruction, policy in (
-        ("load_stream_16", "uint4", "ld.global.nc.L1::no_allocate.v4.u32", ""),
-        ("load_stream_8", "uint2", "ld.global.nc.L1::no_allocate.v2.u32", ""),
-        ("load_ahead_16", "uint4", "ld.global.L1::no_allocate.L2::cache_hint.v4.u32", f", {_EVICT_FIRST}"),
-        ("load_ahead_8", "uint2", "ld.global.L1::no_allocate.L2::cache_hint.v2.u32", f", {_EVICT_FIRST}"),
-        ("load_ahead_4", "u32", "ld.global.L1::no_allocate.u32", ""),
-        ("load_old_16", "uint4", "ld.relaxed.gpu.global.v4.u32", ""),
-        ("load_old_4", "u32", "ld.relaxed.gpu.global.u32", ""),
+        ("ld_global_nc_16", "uint4", "ld.global.nc.L1::no_allocate.v4.u32", ""),
+        ("ld_global_nc_8", "uint2", "ld.global.nc.L1::no_allocate.v2.u32", ""),
+        ("ld_global_16", "uint4", "ld.global.L1::no_allocate.L2::cache_hint.v4.u32", f", {_EVICT_FIRST}"),
+        ("ld_global_8", "uint2", "ld.global.L1::no_allocate.L2::cache_hint.v2.u32", f", {_EVICT_FIRST}"),
+        ("ld_global_4", "u32", "ld.global.L1::no_allocate.u32", ""),
+        ("ld_relaxed_16", "uint4", "ld.relaxed.gpu.global.v4.u32", ""),
+        ("ld_relaxed_4", "u32", "ld.relaxed.gpu.global.u32", ""),
     ):
         count = {"uint4": 4, "uint2": 2, "u32": 1}[kind]
         words = [f"p[{4 + i}]" for i in range(count)]
@@ -211,8 +215,8 @@ def _loads() -> tuple[Probe, ...]:
             kept = tuple(str(7 + i) for i in range(count))
             found.append(
                 Probe(
-                    (f"load_if(bool, {kind}&, const void*)",), f"const u32* p, bool {truth}",
-                    f"{kind} v = {before}; load_if({truth}, v, p + 4); {store}", loaded, tuple(words) if truth == "yes" else kept,
+                    (f"ld_global_if(bool, {kind}&, const void*)",), f"const u32* p, bool {truth}",
+                    f"{kind} v = {before}; ld_global_if({truth}, v, p + 4); {store}", loaded, tuple(words) if truth == "yes" else kept,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -222,8 +226,8 @@ def _launches() -> tuple[Probe, ...]:
     # griddepcontrol: "griddepcontrol.action", .launch_dependents or .wait
     allow, wait = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
     return (
-        Probe(("allow_next_kernel()",), "", "allow_next_kernel();", (allow,)),
-        Probe(("wait_for_previous_kernel()",), "", "wait_for_previous_kernel();", (wait,)),
+        Probe(("griddepcontrol_launch_dependents()",), "", "griddepcontrol_launch_dependents();", (allow,)),
+        Probe(("griddepcontrol_wait()",), "", "griddepcontrol_wait();", (wait,)),
         Probe(("begin_after_previous_kernel()",), "", "begin_after_previous_kernel();", (allow, wait)),
     )
 
@@ -276,8 +280,8 @@ def clusters() -> tuple[Probe, ...]:
         Probe(("wait_for_cluster(u64*)",), "", f"wait_for_cluster({arrived});", ("bar.sync 0",)),
         # special registers %clusterid, %cluster_ctarank, %cluster_nctarank; a thread's number counts the blocks before its own
         Probe(
-            ("cluster_index()", "cluster_thread()", "blocks_of_cluster()"), "",
-            "if (threadIdx.x == 3) { out[0] = cluster_index(); out[1] = cluster_thread(); out[2] = blocks_of_cluster(); }",
+            ("cluster_id()", "cluster_thread_rank()", "cluster_num_blocks()"), "",
+            "if (threadIdx.x == 3) { out[0] = cluster_id(); out[1] = cluster_thread_rank(); out[2] = cluster_num_blocks(); }",
             (), (str(0x5C105), "13", "3"), threads=5, blocks=3, rank=2,
         ),
     )  # fmt: skip
@@ -296,8 +300,8 @@ def without_clusters() -> tuple[Probe, ...]:
             for name in ("send_to_cluster", "send_each_to_cluster")
         ),
         Probe(
-            ("cluster_index()", "cluster_thread()", "blocks_of_cluster()"), "",
-            "if (threadIdx.x == 3) { out[0] = cluster_index(); out[1] = cluster_thread(); out[2] = blocks_of_cluster(); }",
+            ("cluster_id()", "cluster_thread_rank()", "cluster_num_blocks()"), "",
+            "if (threadIdx.x == 3) { out[0] = cluster_id(); out[1] = cluster_thread_rank(); out[2] = cluster_num_blocks(); }",
             (), ("0", "3", "1"), threads=5, blocks=7, rank=2,
         ),
     )  # fmt: skip

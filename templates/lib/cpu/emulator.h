@@ -51,32 +51,31 @@ EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int 
 // fiber's stack is mispredicted, which would double the cost of a shuffle.
 EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int operand, int width, int line);
 EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line);
-EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line);
-EMU_API void emu_copy_commit();
-EMU_API void emu_copy_wait(int groups);
+EMU_API void emu_cp_async(void* dst, const void* src, bool valid, int line);
+EMU_API void emu_cp_async_commit_group();
+EMU_API void emu_cp_async_wait_group(int groups);
 struct EmuWgmma {  // what one lane gives wgmma; 2 * floats columns
   float* d;
   int floats;
   const unsigned* a_registers;  // null: a is in shared memory
-  uint64_t a, b;                // as wgmma_tile makes them
+  uint64_t a, b;                // as wgmma_descriptor makes them
   bool by_columns, accumulate;
 };
-EMU_API uint64_t emu_wgmma_tile(const void* tile, unsigned next_tile, int line);
+EMU_API uint64_t emu_wgmma_descriptor(const void* tile, unsigned next_tile, int line);
 EMU_API void emu_wgmma(EmuWgmma* operands, int line);
 EMU_API void emu_wgmma_fence(int line);
-EMU_API void emu_wgmma_commit(int line);
-EMU_API void emu_wgmma_wait(int line);
-EMU_API void emu_wgmma_wait_but_last(int line);
-EMU_API void emu_fence_for_wgmma();
+EMU_API void emu_wgmma_commit_group(int line);
+EMU_API void emu_wgmma_wait_group(int pending, int line);
+EMU_API void emu_fence_proxy_async();
 EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line);
 EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line);
-EMU_API void emu_mbarrier_arrive_expect(uint64_t* barrier, int bytes, int line);
-EMU_API void emu_bulk_copy(void* dst, const void* src, int bytes, uint64_t* barrier, int line);
-EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line);
-EMU_API void emu_barrier_of_warps(int id, int threads, int line);
+EMU_API void emu_mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes, int line);
+EMU_API void emu_cp_async_bulk(void* dst, const void* src, int bytes, uint64_t* barrier, int line);
+EMU_API void emu_mbarrier_wait_parity(uint64_t* barrier, int parity, int line);
+EMU_API void emu_barrier_sync(int id, int threads, int line);
 EMU_API void emu_fence();
-EMU_API void emu_allow_next_kernel();
-EMU_API void emu_wait_for_previous_kernel();
+EMU_API void emu_griddepcontrol_launch_dependents();
+EMU_API void emu_griddepcontrol_wait();
 EMU_API void emu_yield();
 EMU_API void emu_pause();
 EMU_API unsigned emu_active_mask();

@@ -25,11 +25,11 @@ template <>
 __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <>
 __device__ __forceinline__ bf16 from_float<bf16>(float x) { return bf16{emu_round_bf16(x)}; }
-__device__ __forceinline__ float exp2_or_zero(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+__device__ __forceinline__ float ex2_approx_ftz(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) { return (u32)emu_round_bf16(hi) << 16 | emu_round_bf16(lo); }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+__device__ __forceinline__ u32 lop3_and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 
 // ---- shared memory --------------------------------------------------------
 #define SHARED_ARRAY(T, name, ...)                                                     \
@@ -133,8 +133,8 @@ static inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, EMU_HERE) { e
 
 // ---- asynchronous tensor cores (sm_90a) -----------------------------------
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-static inline u64 wgmma_tile(const void* tile, u32 next_tile, EMU_HERE) { return emu_wgmma_tile(tile, next_tile, line); }
-static inline constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
+static inline u64 wgmma_descriptor(const void* tile, u32 next_tile, EMU_HERE) { return emu_wgmma_descriptor(tile, next_tile, line); }
+static inline constexpr u64 wgmma_descriptor_offset(int bytes) { return (u64)(bytes >> 4); }
 static constexpr bool emu_has_wgmma(int floats) { return floats % 4 == 0 && ((floats >= 8 && floats <= 32) || floats == 64 || floats == 128); }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], u64 a, u64 b, bool accumulate, EMU_HERE) {
@@ -149,81 +149,86 @@ static inline void wgmma(float (&d)[FLOATS], const u32 (&a)[4], u64 b, bool accu
   emu_wgmma(&operands, line);
 }
 template <int FLOATS>
-static inline void keep_in_place(float (&)[FLOATS]) {}
+static inline void warpgroup_fence_operand(float (&)[FLOATS]) {}
 template <class Operand>
 static inline void keep_until_here(const Operand&) {}
 template <int FLOATS>
 static inline void wgmma_fence(float (&)[FLOATS], EMU_HERE) { emu_wgmma_fence(line); }
-static inline void wgmma_commit(EMU_HERE) { emu_wgmma_commit(line); }
-template <int FLOATS>
-static inline void wgmma_wait(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait(line); }
-template <int FLOATS, class A>
-static inline void wgmma_wait(float (&)[FLOATS], const A&, EMU_HERE) { emu_wgmma_wait(line); }
-template <int FLOATS, class A, class B, class C>
-static inline void wgmma_wait(float (&)[FLOATS], const A&, const B&, const C&, EMU_HERE) { emu_wgmma_wait(line); }
-template <int FLOATS>
-static inline void wgmma_wait_but_last(float (&)[FLOATS], EMU_HERE) { emu_wgmma_wait_but_last(line); }
-static inline void fence_for_wgmma() { emu_fence_for_wgmma(); }
+static inline void wgmma_commit_group(EMU_HERE) { emu_wgmma_commit_group(line); }
+template <int PENDING, class... Operands>
+static inline void emu_wait_group(int line) {
+  static_assert(PENDING == 0 || (PENDING == 1 && sizeof...(Operands) == 0), "the GPU side has these");
+  emu_wgmma_wait_group(PENDING, line);
+}
+template <int PENDING, int FLOATS>
+static inline void wgmma_wait_group(float (&)[FLOATS], EMU_HERE) { emu_wait_group<PENDING>(line); }
+template <int PENDING, int FLOATS, class A>
+static inline void wgmma_wait_group(float (&)[FLOATS], const A&, EMU_HERE) { emu_wait_group<PENDING, A>(line); }
+template <int PENDING, int FLOATS, class A, class B, class C>
+static inline void wgmma_wait_group(float (&)[FLOATS], const A&, const B&, const C&, EMU_HERE) {
+  emu_wait_group<PENDING, A, B, C>(line);
+}
+static inline void fence_proxy_async() { emu_fence_proxy_async(); }
 
 // ---- warps with roles -----------------------------------------------------
 static inline void mbarrier_init(u64* barrier, int count, EMU_HERE) { emu_mbarrier_init(reinterpret_cast<uint64_t*>(barrier), count, line); }
 static inline void mbarrier_arrive(u64* barrier, EMU_HERE) { emu_mbarrier_arrive(reinterpret_cast<uint64_t*>(barrier), line); }
-static inline void mbarrier_arrive_expect(u64* barrier, int bytes, EMU_HERE) {
-  emu_mbarrier_arrive_expect(reinterpret_cast<uint64_t*>(barrier), bytes, line);
+static inline void mbarrier_arrive_expect_tx(u64* barrier, int bytes, EMU_HERE) {
+  emu_mbarrier_arrive_expect_tx(reinterpret_cast<uint64_t*>(barrier), bytes, line);
 }
-static inline void mbarrier_wait(u64* barrier, int parity, EMU_HERE) {
-  emu_mbarrier_wait(reinterpret_cast<uint64_t*>(barrier), parity, line);
+static inline void mbarrier_wait_parity(u64* barrier, int parity, EMU_HERE) {
+  emu_mbarrier_wait_parity(reinterpret_cast<uint64_t*>(barrier), parity, line);
 }
-static inline void barrier_of_warps(int id, int threads, EMU_HERE) { emu_barrier_of_warps(id, threads, line); }
+static inline void barrier_sync(int id, int threads, EMU_HERE) { emu_barrier_sync(id, threads, line); }
 template <int N>
-static inline void give_registers_back() {}
+static inline void setmaxnreg_dec() {}
 template <int N>
-static inline void take_more_registers() {}
+static inline void setmaxnreg_inc() {}
 
 // ---- copies ---------------------------------------------------------------
-static inline void cp_async_16(void* dst, const void* src, bool valid, EMU_HERE) { emu_copy_async(dst, src, valid, line); }
-static inline void cp_async_commit() { emu_copy_commit(); }
+static inline void cp_async_16(void* dst, const void* src, bool valid, EMU_HERE) { emu_cp_async(dst, src, valid, line); }
+static inline void cp_async_commit_group() { emu_cp_async_commit_group(); }
 template <int N>
-static inline void cp_async_wait() { emu_copy_wait(N); }
-static inline void bulk_copy(void* dst, const void* src, int bytes, u64* barrier, EMU_HERE) {
-  emu_bulk_copy(dst, src, bytes, reinterpret_cast<uint64_t*>(barrier), line);
+static inline void cp_async_wait_group() { emu_cp_async_wait_group(N); }
+static inline void cp_async_bulk(void* dst, const void* src, int bytes, u64* barrier, EMU_HERE) {
+  emu_cp_async_bulk(dst, src, bytes, reinterpret_cast<uint64_t*>(barrier), line);
 }
-static inline u64 read_once() { return 0; }
+static inline u64 evict_first_policy() { return 0; }
 static inline void cp_async_16(void* dst, const void* src, u64, EMU_HERE) { cp_async_16(dst, src, true, line); }
-static inline void load_if(bool there, uint4& to, const void* p, EMU_HERE) {
+static inline void ld_global_if(bool there, uint4& to, const void* p, EMU_HERE) {
   if (there) to = __ldg(static_cast<const uint4*>(p), line);
 }
-static inline void load_if(bool there, uint2& to, const void* p, EMU_HERE) {
+static inline void ld_global_if(bool there, uint2& to, const void* p, EMU_HERE) {
   if (there) to = __ldg(static_cast<const uint2*>(p), line);
 }
-static inline uint4 load_stream_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
-static inline uint2 load_stream_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
-static inline uint4 load_ahead_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
-static inline uint2 load_ahead_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
-static inline u32 load_ahead_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
-static inline uint4 load_old_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
-static inline u32 load_old_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
+static inline uint4 ld_global_nc_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline uint2 ld_global_nc_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
+static inline uint4 ld_global_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline uint2 ld_global_8(const void* p, EMU_HERE) { return __ldg(static_cast<const uint2*>(p), line); }
+static inline u32 ld_global_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
+static inline uint4 ld_relaxed_16(const void* p, EMU_HERE) { return __ldg(static_cast<const uint4*>(p), line); }
+static inline u32 ld_relaxed_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
 
 // ---- one kernel after another ---------------------------------------------
 // here every launch ends before the next begins; the checker knows what could overlap
 #ifdef EMU_CHECKER
-static inline void allow_next_kernel() { emu_allow_next_kernel(); }
-static inline void wait_for_previous_kernel() { emu_wait_for_previous_kernel(); }
+static inline void griddepcontrol_launch_dependents() { emu_griddepcontrol_launch_dependents(); }
+static inline void griddepcontrol_wait() { emu_griddepcontrol_wait(); }
 #else
-static inline void allow_next_kernel() {}
-static inline void wait_for_previous_kernel() {}
+static inline void griddepcontrol_launch_dependents() {}
+static inline void griddepcontrol_wait() {}
 #endif
 static inline void begin_after_previous_kernel() {
-  allow_next_kernel();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 }
 
 // ---- clusters -------------------------------------------------------------
 // here a cluster is one block of all its threads
 #define CLUSTER_BLOCK(threads, blocks) (threads)
-static inline int cluster_index() { return (int)blockIdx.x; }
-static inline u32 blocks_of_cluster() { return 1; }
-static inline int cluster_thread() { return (int)threadIdx.x; }
+static inline int cluster_id() { return (int)blockIdx.x; }
+static inline u32 cluster_num_blocks() { return 1; }
+static inline int cluster_thread_rank() { return (int)threadIdx.x; }
 static inline void cluster_begin(u64*, int) {}
 template <class T>
 EMU_UNCHECKED static inline void send_to_cluster(T* shared, T value, u64*, EMU_HERE) {

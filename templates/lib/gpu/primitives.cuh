@@ -23,7 +23,7 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {  // round to nearest
   return r;
 }
 // 2^x in one instruction, to 2 units in the last place; where that is less than float32's smallest normal number, 0
-__device__ __forceinline__ float exp2_or_zero(float x) {
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
 // (a & mask) | bits, as the one instruction that it is: the compiler takes two when both are constants
-__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
+__device__ __forceinline__ u32 lop3_and_or(u32 a, u32 mask, u32 bits) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
   return r;
@@ -109,15 +109,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
 // are exchanged (128-byte swizzle): this is where piece `piece` of row `row` lies, in bytes.
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 // What wgmma reads an operand by: a tile, and how many bytes further the tile with the next 64 columns lies, which counts only for
-// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_offset(bytes).
-__device__ __forceinline__ u64 wgmma_tile(const void* tile, u32 next_tile) {
+// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_descriptor_offset(bytes).
+__device__ __forceinline__ u64 wgmma_descriptor(const void* tile, u32 next_tile) {
   return (u64)((shared_address(tile) & 0x3ffffu) >> 4) | (u64)(next_tile >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-__device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
+__device__ __forceinline__ constexpr u64 wgmma_descriptor_offset(int bytes) { return (u64)(bytes >> 4); }
 // d[64xN] += a[64x16] * b[16xN] by a warpgroup, = where !accumulate; bf16 in, float32 out; a thread has N / 2 floats of d. Warp w has
 // rows 16w .. 16w + 15, in fragments as those of mma_m16n8k16 side by side. a comes from tiles whose rows are its rows, or from
 // registers as that MMA's. b comes from tiles whose rows are its columns, or, ByColumns, its rows. Nothing of a, b and d may be
-// touched from the call to the wgmma_wait that waits for it, which names a in registers.
+// touched from the call to the wgmma_wait_group<0> that waits for it, which names a in registers.
 #define WGMMA_TEN(tens)                                                                                                   \
   "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" #tens "6,%" #tens "7,%" #tens "8,%" #tens "9"
 #define WGMMA_OUT_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -171,17 +171,17 @@ WGMMA(128, "m64n256k16",
 #undef WGMMA
 // Keeps the compiler from moving what touches d across it: to the hardware's orders it is blind.
 template <int FLOATS>
-__device__ __forceinline__ void keep_in_place(float (&d)[FLOATS]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[FLOATS]) {
 #pragma unroll
   for (int i = 0; i < FLOATS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 // before the first wgmma after registers of its d or a were touched
 template <int FLOATS>
 __device__ __forceinline__ void wgmma_fence(float (&d)[FLOATS]) {
-  keep_in_place(d);
+  warpgroup_fence_operand(d);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Keeps registers of a from being used for anything else before this: to the compiler they are free from the call on that reads them.
 __device__ __forceinline__ void keep_until_here(const u32 (&a)[4]) {
   asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
@@ -192,22 +192,17 @@ __device__ __forceinline__ void keep_until_here(const u32 (&a)[STEPS][4]) {
   for (int i = 0; i < STEPS; ++i) keep_until_here(a[i]);
 }
 __device__ __forceinline__ void keep_until_here(u64) {}  // a tile in shared memory
-// Waits for everything that this warp has committed, d's results among it. All that those calls were given as a follows d.
-template <int FLOATS, class... Operands>
-__device__ __forceinline__ void wgmma_wait(float (&d)[FLOATS], const Operands&... a) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  keep_in_place(d);
+// Waits until at most PENDING of this warp's committed groups are unfinished. d holds results of the finished groups. Every operand a
+// that a finished group reads from registers follows d: the compiler knows only from this list that these registers are in use until here.
+template <int PENDING, int FLOATS, class... Operands>
+__device__ __forceinline__ void wgmma_wait_group(float (&d)[FLOATS], const Operands&... a) {
+  static_assert(PENDING == 0 || (PENDING == 1 && sizeof...(Operands) == 0), "operands in registers are waited for with all groups");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  warpgroup_fence_operand(d);
   (keep_until_here(a), ...);
 }
-// Waits for all that this warp has committed but the last group of it; d's results are among what it waits for, and all that those
-// calls were given as a lies in tiles.
-template <int FLOATS>
-__device__ __forceinline__ void wgmma_wait_but_last(float (&d)[FLOATS]) {
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-  keep_in_place(d);
-}
 // what this thread has written to shared memory so far may be read by wgmma, by whoever a barrier tells of it
-__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- warps with roles -----------------------------------------------------
 // A barrier in shared memory that `count` arrivals complete, again and again. wait(parity) goes on once the latest completion was an
@@ -218,7 +213,7 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, int count) {
 __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ __forceinline__ void mbarrier_wait(u64* barrier, int parity) {
+__device__ __forceinline__ void mbarrier_wait_parity(u64* barrier, int parity) {
   u32 done;
   do {
     asm volatile(
@@ -229,18 +224,18 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, int parity) {
   } while (!done);
 }
 // an arrival that also makes the next completion wait for so many bytes of bulk copies
-__device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 // a barrier of `threads` of the block, whole warps; ids 1 .. 15
-__device__ __forceinline__ void barrier_of_warps(int id, int threads) {
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // registers a thread from here on, in warpgroups that all call it (sm_90a)
 template <int N>
-__device__ __forceinline__ void give_registers_back() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+__device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
-__device__ __forceinline__ void take_more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+__device__ __forceinline__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---- copies ---------------------------------------------------------------
 // 16 bytes global to shared, asynchronously; zeros when !valid (src is then not read)
@@ -249,7 +244,7 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool val
 }
 // How L2 keeps what a step reads once: it leaves before all that is read again, of which the kernels' code is a part. What createpolicy
 // makes for evict_first of all accesses, as CUTLASS has it, too; volatile, for it is made where it is used instead of holding registers.
-__device__ __forceinline__ u64 read_once() {
+__device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm volatile("mov.b64 %0, 0x12f0000000000000;" : "=l"(policy));
   return policy;
@@ -260,61 +255,61 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src, u64 poli
 #endif
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // waits until at most N of this thread's committed groups are unfinished
 template <int N>
-__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 // `bytes`, a multiple of 16, global to shared, asynchronously, for all of the block: an mbarrier that expects them completes when they are
-// there, for wgmma too. Its initialisation has been made known by fence_for_wgmma before.
-__device__ __forceinline__ void bulk_copy(void* dst, const void* src, int bytes, u64* barrier) {
+// there, for wgmma too. Its initialisation has been made known by fence_proxy_async before.
+__device__ __forceinline__ void cp_async_bulk(void* dst, const void* src, int bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst)),
                "l"(src), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
 // A load where `there`; else `to` stays what it was, and costs no instruction.
-__device__ __forceinline__ void load_if(bool there, uint4& to, const void* p) {
+__device__ __forceinline__ void ld_global_if(bool there, uint4& to, const void* p) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
                : "l"(p), "r"((u32)there));
 }
-__device__ __forceinline__ void load_if(bool there, uint2& to, const void* p) {
+__device__ __forceinline__ void ld_global_if(bool there, uint2& to, const void* p) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0,%1}, [%2];}" : "+r"(to.x), "+r"(to.y) : "l"(p), "r"((u32)there));
 }
 // Weights are read once a step: keep them out of L1. Not volatile: the compiler may move these ahead of arithmetic.
-__device__ __forceinline__ uint4 load_stream_16(const void* p) {
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-__device__ __forceinline__ uint2 load_stream_8(const void* p) {
+__device__ __forceinline__ uint2 ld_global_nc_8(const void* p) {
   uint2 v;
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
-// The same for weights that are to be on their way before wait_for_previous_kernel. Volatile, and not through the non-coherent path: any
+// The same for weights that are to be on their way before griddepcontrol_wait. Volatile, and not through the non-coherent path: any
 // other load the compiler moves behind that wait.
-__device__ __forceinline__ uint4 load_ahead_16(const void* p) {
+__device__ __forceinline__ uint4 ld_global_16(const void* p) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(read_once()));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(evict_first_policy()));
   return v;
 }
-__device__ __forceinline__ uint2 load_ahead_8(const void* p) {
+__device__ __forceinline__ uint2 ld_global_8(const void* p) {
   uint2 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;" : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(read_once()));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;" : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(evict_first_policy()));
   return v;
 }
-__device__ __forceinline__ u32 load_ahead_4(const void* p) {
+__device__ __forceinline__ u32 ld_global_4(const void* p) {
   u32 v;
   asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
-// Another kernel's data, old by now, before wait_for_previous_kernel: past L1, which that wait may be what makes fresh.
-__device__ __forceinline__ uint4 load_old_16(const void* p) {
+// Another kernel's data, old by now, before griddepcontrol_wait: past L1, which that wait may be what makes fresh.
+__device__ __forceinline__ uint4 ld_relaxed_16(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_old_4(const void* p) {
+__device__ __forceinline__ u32 ld_relaxed_4(const void* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
@@ -324,19 +319,19 @@ __device__ __forceinline__ u32 load_old_4(const void* p) {
 // Programmatic dependent launch: a kernel may start while the one before it still runs, so each waits before it reads or
 // writes anything that another kernel writes. What only the host writes (weights, tables) may be read before. Data of other
 // kernels is never read through the non-coherent path, so pointers to it are not __restrict__.
-__device__ __forceinline__ void allow_next_kernel() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_for_previous_kernel() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void begin_after_previous_kernel() {
-  allow_next_kernel();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 }
 
 // ---- clusters -------------------------------------------------------------
@@ -347,7 +342,7 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
 #else
 #define CLUSTER_BLOCK(threads, blocks) (threads)
 #endif
-__device__ __forceinline__ int cluster_index() {
+__device__ __forceinline__ int cluster_id() {
 #if __CUDA_ARCH__ >= 900
   u32 index;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
@@ -356,7 +351,7 @@ __device__ __forceinline__ int cluster_index() {
   return blockIdx.x;
 #endif
 }
-__device__ __forceinline__ int cluster_thread() {
+__device__ __forceinline__ int cluster_thread_rank() {
 #if __CUDA_ARCH__ >= 900
   u32 block;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
@@ -365,7 +360,7 @@ __device__ __forceinline__ int cluster_thread() {
   return threadIdx.x;
 #endif
 }
-__device__ __forceinline__ u32 blocks_of_cluster() {
+__device__ __forceinline__ u32 cluster_num_blocks() {
 #if __CUDA_ARCH__ >= 900
   u32 blocks;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
@@ -379,10 +374,10 @@ __device__ __forceinline__ u32 blocks_of_cluster() {
 // block alone meets at a barrier.
 __device__ __forceinline__ void cluster_begin(u64* arrived, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (blocks_of_cluster() == 1) return;
+  if (cluster_num_blocks() == 1) return;
   if (threadIdx.x == 0) {
     mbarrier_init(arrived, 1);
-    mbarrier_arrive_expect(arrived, bytes);
+    mbarrier_arrive_expect_tx(arrived, bytes);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -391,7 +386,7 @@ __device__ __forceinline__ void cluster_begin(u64* arrived, int bytes) {
 }
 // `value`, which a warp's lanes have alike, to `shared` in every block
 __device__ __forceinline__ void send_to_cluster(u32* shared, u32 value, u64* arrived) {
-  const u32 lane = threadIdx.x % 32, blocks = blocks_of_cluster();
+  const u32 lane = threadIdx.x % 32, blocks = cluster_num_blocks();
   if (blocks == 1 && lane == 0) *shared = value;
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1 && lane < blocks)
@@ -410,7 +405,7 @@ __device__ __forceinline__ void send_to_cluster(int* shared, int value, u64* arr
 }
 // the same of each lane, to its own place
 __device__ __forceinline__ void send_each_to_cluster(u32* shared, u32 value, u64* arrived) {
-  const u32 blocks = blocks_of_cluster();
+  const u32 blocks = cluster_num_blocks();
   if (blocks == 1) *shared = value;
 #if __CUDA_ARCH__ >= 900
   if (blocks == 1) return;
@@ -424,7 +419,7 @@ __device__ __forceinline__ void send_each_to_cluster(u32* shared, u32 value, u64
 #endif
 }
 __device__ __forceinline__ void wait_for_cluster(u64* arrived) {
-  if (blocks_of_cluster() == 1) {
+  if (cluster_num_blocks() == 1) {
     __syncthreads();
     return;
   }

@@ -55,7 +55,7 @@ EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line) {
   *find_mbarrier(w, me, barrier, true, line, "mbarrier_init") = {MBARRIER, 0, static_cast<uint64_t>(count), 0, 0};
   if (w->launch->flags & CHECK) check_mbarrier_made(w, me, barrier);
 }
-// Completes where all that it waits for has come, or wakes those who bring it (emu_mbarrier_wait).
+// Completes where all that it waits for has come, or wakes those who bring it (emu_mbarrier_wait_parity).
 static void try_complete(Worker* w, Mbarrier* b, const uint64_t* barrier) {
   if (b->arrived < b->count) return;
   if (b->pending) return wake(w, barrier);
@@ -76,9 +76,9 @@ EMU_API void emu_mbarrier_arrive(uint64_t* barrier, int line) {
   Worker* w = current();
   arrive(w, current_lane(w), barrier, 0, line, "mbarrier_arrive");
 }
-EMU_API void emu_mbarrier_arrive_expect(uint64_t* barrier, int bytes, int line) {
+EMU_API void emu_mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes, int line) {
   Worker* w = current();
-  arrive(w, current_lane(w), barrier, bytes, line, "mbarrier_arrive_expect");
+  arrive(w, current_lane(w), barrier, bytes, line, "mbarrier_arrive_expect_tx");
 }
 
 // ---- bulk copies ----------------------------------------------------------
@@ -89,14 +89,14 @@ static void perform(Worker* w, const BulkCopy& copy) {
   b->pending -= copy.bytes;
   try_complete(w, b, copy.barrier);
 }
-EMU_API void emu_bulk_copy(void* dst, const void* src, int bytes, uint64_t* barrier, int line) {
+EMU_API void emu_cp_async_bulk(void* dst, const void* src, int bytes, uint64_t* barrier, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
-  find_mbarrier(w, me, barrier, false, line, "bulk_copy");
+  find_mbarrier(w, me, barrier, false, line, "cp_async_bulk");
   if (bytes < 16 || bytes > MOST_PENDING || ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src) | static_cast<unsigned>(bytes)) & 15))
-    fail(w, {me, at_line(line)}, "bulk_copy: addresses and bytes are multiples of 16, and these are %d bytes", bytes);
+    fail(w, {me, at_line(line)}, "cp_async_bulk: addresses and bytes are multiples of 16, and these are %d bytes", bytes);
   if (reinterpret_cast<uintptr_t>(dst) - reinterpret_cast<uintptr_t>(w->arena) >= ARENA)
-    fail(w, {me, at_line(line)}, "bulk_copy: the destination is not in shared memory");
+    fail(w, {me, at_line(line)}, "cp_async_bulk: the destination is not in shared memory");
   const BulkCopy copy{static_cast<char*>(dst), static_cast<const char*>(src), static_cast<unsigned>(bytes), barrier, me, line};
   if (w->launch->flags & CHECK) check_bulk_copy_started(w, copy);
   if (!(w->launch->flags & LATE_COPIES)) return perform(w, copy);
@@ -117,19 +117,19 @@ static bool perform_copies_of(Worker* w, const uint64_t* barrier) {
   }
   return false;
 }
-EMU_API void emu_mbarrier_wait(uint64_t* barrier, int parity, int line) {
+EMU_API void emu_mbarrier_wait_parity(uint64_t* barrier, int parity, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
-  while ((find_mbarrier(w, me, barrier, false, line, "mbarrier_wait")->phase & 1) == (parity & 1))
-    if (!perform_copies_of(w, barrier)) wait_for_event(w, me, barrier, line, "mbarrier_wait");
+  while ((find_mbarrier(w, me, barrier, false, line, "mbarrier_wait_parity")->phase & 1) == (parity & 1))
+    if (!perform_copies_of(w, barrier)) wait_for_event(w, me, barrier, line, "mbarrier_wait_parity");
   if (w->launch->flags & CHECK) check_waited(w, me, barrier);
 }
 
-EMU_API void emu_barrier_of_warps(int id, int threads, int line) {
+EMU_API void emu_barrier_sync(int id, int threads, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
   if (id < 1 || id > 15 || threads < 32 || threads % 32)
-    fail(w, {me, at_line(line)}, "barrier_of_warps: barrier %d of %d threads; there are 1 to 15, of whole warps", id, threads);
+    fail(w, {me, at_line(line)}, "barrier_sync: barrier %d of %d threads; there are 1 to 15, of whole warps", id, threads);
   NamedBarrier& barrier = w->named_barriers[id];
   if (barrier.arrived && barrier.threads != static_cast<unsigned>(threads))
     fail(w, {me, at_line(line)}, "divergence: barrier %d of %d threads, where others wait at one of %u", id, threads, barrier.threads);
@@ -141,6 +141,6 @@ EMU_API void emu_barrier_of_warps(int id, int threads, int line) {
     ++barrier.generation;
     complete(w, &barrier);
   }
-  while (barrier.generation == generation) wait_for_event(w, me, &barrier, line, "barrier_of_warps");
+  while (barrier.generation == generation) wait_for_event(w, me, &barrier, line, "barrier_sync");
   if (w->launch->flags & CHECK) check_waited(w, me, &barrier);
 }

@@ -287,7 +287,7 @@ static void check_bulk_copy_started(Worker* w, const BulkCopy& copy) {
   const Where where = at_line(copy.line);
   const Handover& handover = w->handovers[copy.barrier];
   if (w->lanes[handover.maker].wgmma_fence_tick <= handover.made_tick)
-    fail(w, {copy.lane, where}, "unfenced: bulk_copy with an mbarrier after whose initialisation there was no fence_for_wgmma");
+    fail(w, {copy.lane, where}, "unfenced: cp_async_bulk with an mbarrier after whose initialisation there was no fence_proxy_async");
   for (unsigned at = 0; at < copy.bytes; at += 16) {
     check_access(w, copy.lane, reinterpret_cast<uintptr_t>(copy.src) + at, 16, false, where);
     check_access(w, copy.lane, reinterpret_cast<uintptr_t>(copy.dst) + at, 16, true, where);
@@ -367,7 +367,7 @@ static void check_wgmma_read(Worker* w, Lane* lane, const char* p, Where where) 
     const Cell& cell = shadow.cells[at / shadow.piece];
     if (cell.state != BULK && cell.write_tick >= w->lanes[cell.writer].wgmma_fence_tick)
       fail(w, {lane, where, cell.write_where},
-           "unfenced: wgmma reads shared memory that thread %u wrote ({other}) with no fence_for_wgmma after it", cell.writer);
+           "unfenced: wgmma reads shared memory that thread %u wrote ({other}) with no fence_proxy_async after it", cell.writer);
   }
 }
 

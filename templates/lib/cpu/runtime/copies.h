@@ -9,7 +9,7 @@ static inline void perform(const Copy& copy) {
   else
     memset(copy.dst, 0, 16);
 }
-EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line) {
+EMU_API void emu_cp_async(void* dst, const void* src, bool valid, int line) {
   Worker* w = current();
   Lane* me = current_lane(w);
   if ((reinterpret_cast<uintptr_t>(dst) | (valid ? reinterpret_cast<uintptr_t>(src) : 0)) & 15)
@@ -26,7 +26,7 @@ EMU_API void emu_copy_async(void* dst, const void* src, bool valid, int line) {
   me->copies->copies.push_back(copy);
   ++me->copies->open;
 }
-EMU_API void emu_copy_commit() {
+EMU_API void emu_cp_async_commit_group() {
   Worker* w = current();
   Lane* me = current_lane(w);
   if (!(w->launch->flags & LATE_COPIES)) return;
@@ -34,7 +34,7 @@ EMU_API void emu_copy_commit() {
   me->copies->groups.push_back(me->copies->open);
   me->copies->open = 0;
 }
-EMU_API void emu_copy_wait(int groups) {
+EMU_API void emu_cp_async_wait_group(int groups) {
   Worker* w = current();
   Lane* me = current_lane(w);
   if (!me->copies || me->copies->groups.size() <= static_cast<size_t>(groups)) return;

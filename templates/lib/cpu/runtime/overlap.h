@@ -1,5 +1,5 @@
 // The checker's view of launches that overlap (griddepcontrol). A launch may begin once every block of the one ahead of it has let it
-// (allow_next_kernel) or has ended. Its threads know of nothing that the launches ahead did until one of them has waited, and the others
+// (griddepcontrol_launch_dependents) or has ended. Its threads know of nothing that the launches ahead did until one of them has waited, and the others
 // are ordered after that one: PTX makes the memory of prerequisite grids visible there, "to the current grid".
 //
 // Before that, a thread may use what was over when the launch could begin at the earliest. Launch n + 1 waits for n, which waits for
@@ -57,11 +57,11 @@ static void check_block_ended(Worker* w, const Lane* last) {
 
 // The host has waited, or has copied something in between: all launches so far are over.
 EMU_API void emu_settle() { checker.settled = next_tick(); }
-EMU_API void emu_wait_for_previous_kernel() {
+EMU_API void emu_griddepcontrol_wait() {
   Worker* w = current();
   w->waited = current_lane(w)->waited = true;
 }
-EMU_API void emu_allow_next_kernel() {
+EMU_API void emu_griddepcontrol_launch_dependents() {
   Worker* w = current();
   Lane* me = current_lane(w);
   Checker& c = checker;

@@ -110,7 +110,7 @@ struct Lane : EmuLane {
   uint32_t sync_tick;           // the last barrier or __syncwarp that it took part in
   bool fenced;                  // __threadfence since its last write to global memory
   CopyQueue* copies = nullptr;  // of this block, once it has any
-  uint32_t wgmma_fence_tick;    // fence_for_wgmma
+  uint32_t wgmma_fence_tick;    // fence_proxy_async
   uint32_t fence_tick;          // its last __threadfence
   bool waited;                  // for the previous kernel, itself or by being ordered after a thread that did
   // What other threads did before these ticks is ordered before what this one does now, by mbarriers and barriers of warps; empty

@@ -136,7 +136,7 @@ static void wait_for_wgmma(EmuWarp* base, int line, bool all) {
   Warp* warp = static_cast<Warp*>(base);
   WgmmaQueue& queue = warp->wgmma;
   if (queue.committed < queue.issued)
-    fail(w, {warp->lanes[0], at_line(line)}, "wgmma_wait: %u wgmma were not committed, so nothing waits for them",
+    fail(w, {warp->lanes[0], at_line(line)}, "wgmma_wait_group: %u wgmma were not committed, so nothing waits for them",
          queue.issued - queue.committed);
   for_pending_results(queue, 0, [](float* d, float* results, size_t floats) { memcpy(d, results, floats * sizeof(float)); });
   WgmmaQueue left;
@@ -148,22 +148,24 @@ static void wait_for_wgmma(EmuWarp* base, int line, bool all) {
   queue = left;
   for_pending_results(queue, 0, hide_results);
 }
-static void wgmma_wait_step(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, true); }
-static void wgmma_wait_but_last_step(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, false); }
+static void wait_for_all_groups(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, true); }
+static void wait_for_all_groups_but_last(EmuWarp* base, unsigned, int line) { wait_for_wgmma(base, line, false); }
 
-EMU_API uint64_t emu_wgmma_tile(const void* tile, unsigned next_tile, int line) {
+EMU_API uint64_t emu_wgmma_descriptor(const void* tile, unsigned next_tile, int line) {
   Worker* w = current();
   const size_t offset = static_cast<size_t>(static_cast<const char*>(tile) - w->dynamic_shared);
   if (offset >= w->launch->shared_bytes || offset % 1024 || next_tile % 1024)
-    fail(w, {current_lane(w), at_line(line)}, "wgmma_tile: tiles lie in dynamic shared memory, at multiples of 1024 bytes");
+    fail(w, {current_lane(w), at_line(line)}, "wgmma_descriptor: tiles lie in dynamic shared memory, at multiples of 1024 bytes");
   return offset >> 4 | static_cast<uint64_t>(next_tile >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32;
 }
 EMU_API void emu_wgmma(EmuWgmma* operands, int line) { collective(current(), ~0u, wgmma_step, operands, line, "wgmma"); }
 EMU_API void emu_wgmma_fence(int line) { collective(current(), ~0u, wgmma_fence_step, nullptr, line, "wgmma_fence"); }
-EMU_API void emu_wgmma_commit(int line) { collective(current(), ~0u, wgmma_commit_step, nullptr, line, "wgmma_commit"); }
-EMU_API void emu_wgmma_wait(int line) { collective(current(), ~0u, wgmma_wait_step, nullptr, line, "wgmma_wait"); }
-EMU_API void emu_wgmma_wait_but_last(int line) { collective(current(), ~0u, wgmma_wait_but_last_step, nullptr, line, "wgmma_wait_but_last"); }
-EMU_API void emu_fence_for_wgmma() {
+EMU_API void emu_wgmma_commit_group(int line) { collective(current(), ~0u, wgmma_commit_step, nullptr, line, "wgmma_commit_group"); }
+EMU_API void emu_wgmma_wait_group(int pending, int line) {
+  if (pending == 0) collective(current(), ~0u, wait_for_all_groups, nullptr, line, "wgmma_wait_group<0>");
+  else collective(current(), ~0u, wait_for_all_groups_but_last, nullptr, line, "wgmma_wait_group<1>");
+}
+EMU_API void emu_fence_proxy_async() {
   Worker* w = current();
   if (w->launch->flags & CHECK) current_lane(w)->wgmma_fence_tick = next_tick();
 }
