@@ -21,11 +21,11 @@ constexpr int BLOCK = 256;
 extern "C" __global__ void __launch_bounds__(BLOCK)
     moe_combine(const int* num_tokens, const float* topk_weights, const float* expert_output,
                 float* residual) {
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
   const int tokens =
       *num_tokens;  // complete: no kernel of the step starts before the embedding has seen the step's rows
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (token_row >= tokens || i >= HIDDEN) return;
   float sum = 0.0f;
 #pragma unroll

@@ -178,12 +178,12 @@ __device__ __forceinline__ void weigh(float (&score)[TILE / 2], float (&running_
     const float largest_now = largest[i] * SCALE;
     new_max[i] = largest_now > running_max[i] + SLACK ? largest_now : running_max[i];
     // before the first tile, sums and values are zeros
-    rescale[i] = running_max[i] == negative_infinity() ? 1.0f : exp2_or_zero(running_max[i] - new_max[i]);
+    rescale[i] = running_max[i] == negative_infinity() ? 1.0f : ex2_approx_ftz(running_max[i] - new_max[i]);
     running_max[i] = new_max[i];
   }
 #pragma unroll
-  for (int j = 0; j < TILE / 2; ++j) score[j] = exp2_or_zero(fmaf(score[j], SCALE, -new_max[j / 2 % 2]));
-  keep_in_place(score);  // the compiler issues all of them before it uses the first
+  for (int j = 0; j < TILE / 2; ++j) score[j] = ex2_approx_ftz(fmaf(score[j], SCALE, -new_max[j / 2 % 2]));
+  warpgroup_fence_operand(score);  // the compiler issues all of them before it uses the first
 #pragma unroll
   for (int i = 0; i < 2; ++i) running_sum[i] *= rescale[i];
 #pragma unroll
@@ -246,9 +246,9 @@ __device__ __forceinline__ void copy_row(Chunk* tile, const bf16* source, int ch
 }
 // Waits for this thread's copies, makes them visible to wgmma, and arrives at `filled`, once for the warp.
 __device__ __forceinline__ void announce(u64* filled) {
-  cp_async_commit();
-  cp_async_wait<0>();
-  fence_for_wgmma();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  fence_proxy_async();
   arrive_as_warp(filled);
 }
 
@@ -267,8 +267,8 @@ __device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work
     bool query_is_copied = false;
     auto copy_queries = [&] {
       // scores of the last tile may still read the query that this one overwrites
-      if (tile > 0) mbarrier_wait(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
-      wait_for_previous_kernel();
+      if (tile > 0) mbarrier_wait_parity(&shared->read[(tile - 1) % STAGES][half], ((tile - 1) / STAGES) & 1);
+      griddepcontrol_wait();
       const bf16* heads = query + ((size_t)item.row * HEADS + blockIdx.y * TILE) * ROW + lane % 8 * 8;
 #pragma unroll 4
       for (int row = stage * (TILE / STAGES) + lane / 8; row < (stage + 1) * (TILE / STAGES); row += 4)
@@ -278,18 +278,18 @@ __device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work
     if (other_rows && tile % STAGES != stage) copy_queries();
     for (int key = first_key; key < end_key; key += TILE, ++tile) {
       if (tile % STAGES != stage) continue;
-      if (tile >= STAGES) mbarrier_wait(&shared->read[stage][half], (tile / STAGES - 1) & 1);
+      if (tile >= STAGES) mbarrier_wait_parity(&shared->read[stage][half], (tile / STAGES - 1) & 1);
       Chunk* chunks = shared->key[stage];
       u64* filled = &shared->filled[stage][half];
-      if (key + TILE > item.old_keys) wait_for_previous_kernel();  // earlier steps wrote most keys
-      if (key + TILE <= min(end_key, prefix)) {  // the cache holds the tile as wgmma reads it
+      if (key + TILE > item.old_keys) griddepcontrol_wait();  // earlier steps wrote most keys
+      if (key + TILE <= min(end_key, prefix)) {               // the cache holds the tile as wgmma reads it
         if (lane == 0) {
           const bf16* source = cache + cache_place(key, 0);
-          mbarrier_arrive_expect(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
-          bulk_copy(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
-                    HALF_CHUNKS * sizeof(Chunk), filled);
+          mbarrier_arrive_expect_tx(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
+          cp_async_bulk(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
+                        HALF_CHUNKS * sizeof(Chunk), filled);
           if (rotary)
-            bulk_copy(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
+            cp_async_bulk(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
         }
       } else {
 #pragma unroll 4
@@ -317,16 +317,16 @@ __device__ __forceinline__ void begin_values(float (&values)[HALF / 2], const fl
                                              const u32 (&probability)[TILE / 16][4], const void* latent,
                                              float (*scores)[TILE / 2] = nullptr) {
   if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-    if (scores) wgmma_wait(*scores);
+    if (scores) wgmma_wait_group<0>(*scores);
 #pragma unroll
     for (int i = 0; i < HALF / 2; ++i) values[i] *= rescale[i / 2 % 2];
   }
   wgmma_fence(values);
-  const u64 columns = wgmma_tile(latent, sizeof(Chunk));
+  const u64 columns = wgmma_descriptor(latent, sizeof(Chunk));
 #pragma unroll
   for (int step = 0; step < TILE / 16; ++step)
     wgmma<1>(values, probability[step], columns + wgmma_offset(step * 16 * 128), true);
-  wgmma_commit();
+  wgmma_commit_group();
 }
 
 // What a warpgroup does: scores and probabilities of the tiles in stage WARPGROUP, and its half of all value columns.
@@ -340,7 +340,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
   // Issues the values of the other warpgroup's tile `other`.
   auto begin_others = [&](int other, u32(&probability)[TILE / 16][4], float (*scores)[TILE / 2]) {
     const int stage = 1 - WARPGROUP;
-    mbarrier_wait(&shared->weighed[stage][warp], (other / STAGES) & 1);
+    mbarrier_wait_parity(&shared->weighed[stage][warp], (other / STAGES) & 1);
     const float rescale[2] = {shared->rescale[stage][first_head], shared->rescale[stage][first_head + 8]};
 #pragma unroll
     for (int step = 0; step < TILE / 16; ++step) {
@@ -348,11 +348,12 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       probability[step][0] = four.x, probability[step][1] = four.y, probability[step][2] = four.z,
       probability[step][3] = four.w;
     }
-    mbarrier_wait(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);  // never blocks: see Shared
+    mbarrier_wait_parity(&shared->filled[stage][WARPGROUP],
+                         (other / STAGES) & 1);  // never blocks: see Shared
     begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS], scores);
   };
   auto end_others = [&](const u32(&probability)[TILE / 16][4]) {
-    wgmma_wait(values, probability);
+    wgmma_wait_group<0>(values, probability);
     arrive_as_warp(&shared->read[1 - WARPGROUP][WARPGROUP]);
   };
   auto attend_split = [&](const WorkItem& item, int split, int first_key, int end_key, bool other_rows) {
@@ -371,13 +372,13 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       const int stage = WARPGROUP;
       float score[TILE / 2];
       // warpgroup 0's scores run first, so that its softmax runs while the tensor cores make this warpgroup's
-      if (WARPGROUP == 1) mbarrier_wait(&shared->scored[warp], (tile / STAGES) & 1);
-      const u64 heads = wgmma_tile(shared->query, 0), keys = wgmma_tile(shared->key[stage], 0);
+      if (WARPGROUP == 1) mbarrier_wait_parity(&shared->scored[warp], (tile / STAGES) & 1);
+      const u64 heads = wgmma_descriptor(shared->query, 0), keys = wgmma_descriptor(shared->key[stage], 0);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         if (chunk % HALF_CHUNKS == 0 && chunk < 2 * HALF_CHUNKS) {
-          mbarrier_wait(&shared->query_filled[chunk / HALF_CHUNKS], (queries - 1) & 1);
-          mbarrier_wait(&shared->filled[stage][chunk / HALF_CHUNKS], (tile / STAGES) & 1);
+          mbarrier_wait_parity(&shared->query_filled[chunk / HALF_CHUNKS], (queries - 1) & 1);
+          mbarrier_wait_parity(&shared->filled[stage][chunk / HALF_CHUNKS], (tile / STAGES) & 1);
           wgmma_fence(score);
         }
 #pragma unroll
@@ -386,7 +387,7 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
           wgmma<0>(score, heads + offset, keys + offset, chunk + step > 0);
         }
       }
-      wgmma_commit();
+      wgmma_commit_group();
       if (WARPGROUP == 0) arrive_as_warp(&shared->scored[warp]);
 
       // softmax state; the sums are of this thread's keys
@@ -422,17 +423,17 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       if (WARPGROUP == 1 && key > first_key) {  // softmax while the other's values run
         u32 others[TILE / 16][4];
         begin_others(tile - 1, others, &score);
-        wgmma_wait_but_last(score);
+        wgmma_wait_group<1>(score);
         take_over();
         weigh_and_hand_over();
         end_others(others);
       } else {
-        wgmma_wait(score);
+        wgmma_wait_group<0>(score);
         if (key > first_key) take_over();
         weigh_and_hand_over();
       }
       begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS]);
-      wgmma_wait(values, probability);
+      wgmma_wait_group<0>(values, probability);
       arrive_as_warp(&shared->read[stage][WARPGROUP]);
       if (!is_last) continue;
 #pragma unroll
@@ -478,19 +479,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       mbarrier_init(&shared->weighed[1][warp], 1);
       mbarrier_init(&shared->scored[warp], 1);
     }
-    fence_for_wgmma();
+    fence_proxy_async();
   }
   __syncthreads();
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   // by a shuffle, so that the compiler knows that all of a warp have the same
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   if (warp >= 8) {
-    give_registers_back<72>();
+    setmaxnreg_dec<72>();
     load_tiles(shared, work, row_path, query, kv_cache, context_capacity, warp % 4 / 2, warp % 2);
-    wait_for_previous_kernel();  // later launches count on it that this one ends after the one before it
+    griddepcontrol_wait();  // later launches count on it that this one ends after the one before it
     return;
   }
-  take_more_registers<216>();
+  setmaxnreg_inc<216>();
   if (warp < 4)
     attend<0>(shared, work, split_values, split_max, split_sum, max_splits);
   else

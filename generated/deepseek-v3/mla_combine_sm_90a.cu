@@ -41,7 +41,7 @@ __device__ __forceinline__ int split_of(int position) {
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     mla_combine(const int* num_tokens, const int* row_position, const bf16* split_values,
                 const float* split_max, const float* split_sum, bf16* output, int max_splits) {
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   SHARED_ARRAY(float, weights, [8][CHUNK + 1]);
   SHARED_ARRAY(float, totals, [8]);
   SHARED_ARRAY(float2, joined, [CLASSES][GROUPS][4][32]);
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
             lane = threadIdx.x % 32;
   // rows are old: the embedding let no kernel start before they were there
   const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (splits == 0) return;
   const int first_group = blockIdx.y % PARTS * GROUPS, group = first_group + warp % GROUPS,
             split_class = warp / GROUPS;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     for (int batch = chunk; batch < end; batch += 32) {
       float weight = 0.0f, weighted_sum = 0.0f;
       if (batch + lane < splits) {
-        weight = exp2_or_zero(split_max[first + batch + lane] - largest);
+        weight = ex2_approx_ftz(split_max[first + batch + lane] - largest);
         weighted_sum = weight * split_sum[first + batch + lane];
       }
       weights[warp][batch - chunk + lane] = weight;

@@ -39,14 +39,14 @@ __device__ __forceinline__ int split_of(int position) {
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     mla_combine_tiled(const int* num_tokens, const int* row_position, const bf16* split_values,
                       const float* split_max, const float* split_sum, bf16* output, int max_splits) {
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   SHARED_ARRAY(float, weights, [8][CHUNK + 1]);
   SHARED_ARRAY(float, totals, [8]);
   const int token_row = blockIdx.y, first_head = blockIdx.x * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // rows are old: the embedding let no kernel start before they were there
   const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (splits == 0) return;
   uint4 part[BATCH];
   auto load_parts = [&](int group, int first) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
       float largest = mine;
       for (int split = lane; split < splits; split += 32)
         if (split != chunk + lane) largest = fmaxf(largest, split_max[first + split]);
-      const float weight = exp2_or_zero(mine - warp_max(largest));
+      const float weight = ex2_approx_ftz(mine - warp_max(largest));
       weights[head][lane] = weight;
       sum = warp_sum(weight * sum);
       if (lane == 0) totals[head] = chunk == 0 ? sum : totals[head] + sum;

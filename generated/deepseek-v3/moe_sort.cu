@@ -80,7 +80,7 @@ __device__ __forceinline__ int take_places(int (&place)[EXPERTS], int expert, u3
 extern "C" __global__ void __launch_bounds__(BLOCK)
     moe_sort(const int* num_tokens, const int* topk_experts, int* num_active, int* active_expert,
              int* active_begin, int* active_end, int* assignments) {
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   SHARED_ARRAY(Shared, shared, [1]);
   int (*place)[EXPERTS] = shared[0].place;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, total = *num_tokens * TOP_K;
@@ -129,6 +129,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   __threadfence();
   __syncthreads();
-  allow_next_kernel();  // not before the lists are complete: the experts' kernels read them before they wait
+  griddepcontrol_launch_dependents();  // not before the lists are complete: the experts' kernels read them before they wait
 }
 }  // namespace moe_sort

@@ -69,7 +69,7 @@ struct Inputs {
       *reinterpret_cast<uint2*>(slot + swizzled(token, first) + at) = make_uint2(held[i].x, held[i].z);
       *reinterpret_cast<uint2*>(slot + swizzled(token, first + 1) + at) = make_uint2(held[i].y, held[i].w);
     }
-    fence_for_wgmma();
+    fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[stage % SLOTS]);
   }
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       weight + ((size_t)batch * ROW_TILES + min(row_tile, row_tiles - 1)) * STEPS * 32 + lane;
   auto load_fragments = [&]() {
 #pragma unroll
-    for (int s = 0; s < STAGE_STEPS; ++s) next[s] = load_stream_16(fragments + s * 32);
+    for (int s = 0; s < STAGE_STEPS; ++s) next[s] = ld_global_nc_16(fragments + s * 32);
     fragments += STAGE_STEPS * 32;
   };
   load_fragments();
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       // slot this is.
       if (stage + 1 < STAGES) inputs.store(shared, stage + 1);
       if (stage + 2 < STAGES) inputs.load(stage + 2);
-      mbarrier_wait(&shared->filled[stage % SLOTS], (stage / SLOTS) & 1);
+      mbarrier_wait_parity(&shared->filled[stage % SLOTS], (stage / SLOTS) & 1);
       if (warpgroup_tile >= row_tiles) continue;
       u32 a[STAGE_STEPS][4];
 #pragma unroll
@@ -170,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
       // Before the first wgmma, so that a still needs registers of its own: until the wait nothing may come to those.
       if (stage + 1 < STAGES) load_fragments();
-      const u64 tokens = wgmma_tile(shared->x[stage % SLOTS], 0);
+      const u64 tokens = wgmma_descriptor(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         wgmma<0>(sum, a[s], tokens + wgmma_offset(s * 32), range_stage + s > 0);
-      wgmma_commit();
-      wgmma_wait(sum, a);
+      wgmma_commit_group();
+      wgmma_wait_group<0>(sum, a);
     }
     add_range(sum, shared->total, range);
   }

@@ -122,7 +122,7 @@ struct Stream {
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
-      const u64 once = read_once();
+      const u64 once = evict_first_policy();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
@@ -139,12 +139,12 @@ struct Stream {
         }
       }
     }
-    cp_async_commit();
+    cp_async_commit_group();
     slot = (slot + 1) % SLOTS;
   }
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ const uint4* next() {
-    cp_async_wait<SLOTS - 2>();
+    cp_async_wait_group<SLOTS - 2>();
     copy_next<SIDE_BY_SIDE>();
     return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
   }
@@ -352,7 +352,7 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
-    cp_async_wait<0>();
+    cp_async_wait_group<0>();
     return;
   }
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
@@ -573,9 +573,9 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   const int first_tile = chooses ? row_tiles : blockIdx.x - 1;
   linear::Stream weights = linear::start(shared, weight, tokens, row_tiles, first_tile, gridDim.x - 1);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (chooses) {
-    cp_async_wait<0>();
+    cp_async_wait_group<0>();
     if (blockIdx.y == 0) {
       Choice* mine = reinterpret_cast<Choice*>(memory);
       const int warp = threadIdx.x / 32;
@@ -589,10 +589,10 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
       __threadfence();
       __syncthreads();
     }
-    allow_next_kernel();  // not before: it reads the lists at once, while other blocks still multiply
+    griddepcontrol_launch_dependents();  // not before: it reads the lists at once, while other blocks still multiply
     return;
   }
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   linear::finish(shared, weights, tokens, x, y);
 }
 }  // namespace shared_down_proj_and_choice

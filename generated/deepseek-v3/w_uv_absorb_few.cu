@@ -33,7 +33,7 @@ static_assert(WARPS % SPLITS == 0, "whole row tiles in a block");
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     w_uv_absorb_few(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y) {
   SHARED_ARRAY(float, partial, [TILES][SPLITS][4][32]);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.z;
   const int split = warp % SPLITS, local_tile = warp / SPLITS * WARP_TILES, first_tile = blockIdx.x * TILES;
   uint4 fragments[WARP_TILES][SPLIT_STEPS];
@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     for (int s = 0; s < SPLIT_STEPS; ++s) {  // weights wait for nobody
       const int tile = first_tile + local_tile + j;
       const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + split * SPLIT_STEPS + s;
-      fragments[j][s] = tile < ROW_TILES ? load_ahead_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
+      fragments[j][s] = tile < ROW_TILES ? ld_global_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   const int first_token = blockIdx.y * MAX_TOKENS, count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) return;
   const bf16* x_head = x + (size_t)first_token * X_STRIDE + (size_t)head * X_HEAD_STRIDE;

@@ -42,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     uint2 low_held[HELD_STEPS], high_held[HELD_STEPS];
 #pragma unroll
     for (int s = 0; s < HELD_STEPS; ++s) {
-      low_held[s] = load_stream_8(low_row + (step + s) * 16);
-      high_held[s] = load_stream_8(high_row + (step + s) * 16);
+      low_held[s] = ld_global_nc_8(low_row + (step + s) * 16);
+      high_held[s] = ld_global_nc_8(high_row + (step + s) * 16);
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {

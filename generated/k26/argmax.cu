@@ -51,7 +51,7 @@ __device__ __forceinline__ Best best_of_row(float (&warp_value)[WARPS], int (&wa
   const Best none = {negative_infinity(), 0x7fffffff};
   Best best = none;
   float zero = 0.0f;  // 0 times a finite logit is 0, and times any other NaN
-  for (int first = cluster_thread() * VECTOR; first < VOCAB; first += AT_ONCE * BLOCK * VECTOR) {
+  for (int first = cluster_thread_rank() * VECTOR; first < VOCAB; first += AT_ONCE * BLOCK * VECTOR) {
     Vector logits[AT_ONCE];
 #pragma unroll
     for (int a = 0; a < AT_ONCE; ++a)
@@ -69,30 +69,32 @@ __device__ __forceinline__ Best best_of_row(float (&warp_value)[WARPS], int (&wa
     }
   }
   best = best_of_warp(best);
-  send_to_cluster(&warp_value[cluster_thread() / 32], best.value, arrived);
+  send_to_cluster(&warp_value[cluster_thread_rank() / 32], best.value, arrived);
   const bool warp_finite = __ballot_sync(0xffffffffu, zero != zero) == 0;
-  send_to_cluster(&warp_index[cluster_thread() / 32], marked(best.index, warp_finite), arrived);
+  send_to_cluster(&warp_index[cluster_thread_rank() / 32], marked(best.index, warp_finite), arrived);
   wait_for_cluster(arrived);
-  if (cluster_thread() >= 32) return none;
-  best = cluster_thread() < WARPS ? Best{warp_value[cluster_thread()], warp_index[cluster_thread()]} : none;
+  if (cluster_thread_rank() >= 32) return none;
+  best = cluster_thread_rank() < WARPS
+             ? Best{warp_value[cluster_thread_rank()], warp_index[cluster_thread_rank()]}
+             : none;
   finite = __ballot_sync(0xffffffffu, best.index < 0) == 0;
   return best_of_warp(Best{best.value, marked(best.index, best.index >= 0)});
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     argmax(const int* num_tokens, const float* logits, int* next_token) {
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   SHARED_ARRAY(float, warp_value, [WARPS]);
   SHARED_ARRAY(int, warp_index, [WARPS]);
   SHARED_ARRAY(u64, arrived, [1]);
-  const int token_row = cluster_index();
+  const int token_row = cluster_id();
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   cluster_begin(arrived, sizeof warp_value + sizeof warp_index);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (token_row >= tokens) return;
   bool finite = true;
   const Best best = best_of_row(warp_value, warp_index, arrived, logits + (size_t)token_row * VOCAB, finite);
-  if (cluster_thread() != 0) return;
+  if (cluster_thread_rank() != 0) return;
   next_token[token_row] =
       marked(best.index < VOCAB ? best.index : 0, finite);  // a row of NaNs has no largest
 }

@@ -41,7 +41,7 @@ constexpr int STEP_BYTES = 576, SCALES_AT = 512;
 // Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. So a sum of products with
 // inputs x has 136 x too much in it for each: the nibble bias. A product of the inputs with a fragment of -136
 // takes it off. That is cheaper than a subtraction for each pair of weights, and serves every row tile.
-__device__ __forceinline__ u32 widen(u32 nibbles) { return and_or(nibbles, 0x000f000fu, 0x43004300u); }
+__device__ __forceinline__ u32 widen(u32 nibbles) { return lop3_and_or(nibbles, 0x000f000fu, 0x43004300u); }
 constexpr u32 MINUS_136 = 0xc308c308u;
 
 // The negative nibble bias of a group of inputs of 8 tokens, an MMA's accumulator. It is the same in each row.
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_step(StepInputs& to, const bf16* of_lane, i
 __device__ __forceinline__ void reload_step(StepInputs& to, const bf16* of_lane, int step) {
 #pragma unroll
   for (int part = 0; part < PARTS; ++part)
-    load_if(of_lane != nullptr, to.part[part], of_lane + (step * PARTS + part) * PART_INPUTS);
+    ld_global_if(of_lane != nullptr, to.part[part], of_lane + (step * PARTS + part) * PART_INPUTS);
 }
 
 // The nibble biases of a warp's steps, for 8 assignments each: two for each lane % 4.
@@ -281,14 +281,14 @@ template <class Stream>
 __device__ __forceinline__ void copy_next(Stream& weights, const Lists& lists,
                                           unsigned char (*ring)[STAGE_BYTES]) {
   if (weights.tiles_left > 0) weights.copy_stage(lists, ring[weights.slot]);
-  cp_async_commit();
+  cp_async_commit_group();
   weights.slot = weights.slot + 1 == SLOTS ? 0 : weights.slot + 1;
 }
 // The next stage to multiply with. The copy of another one begins.
 template <class Stream>
 __device__ __forceinline__ const unsigned char* next_stage(Stream& weights, const Lists& lists,
                                                            unsigned char (*ring)[STAGE_BYTES]) {
-  cp_async_wait<SLOTS - 2>();
+  cp_async_wait_group<SLOTS - 2>();
   __syncwarp();  // every lane has copied its part of the stage, and has read the slot that the next copy fills
   copy_next(weights, lists, ring);
   return ring[weights.slot];  // the slot behind the one that is filled is the oldest
@@ -307,7 +307,7 @@ struct SinglePassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = read_once();
+    const u64 once = evict_first_policy();
     for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, once); });
     source += STAGE_BYTES;
     if (++stage < WARP_STAGES) return;
@@ -338,7 +338,7 @@ struct MultiPassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = read_once();
+    const u64 once = evict_first_policy();
     const bool two = stage_bytes < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
     // where the second half of the stage lies; without a second tile it is the first tile's again
     const int to_second = two ? GROUPS * TILE_BYTES - stage_bytes : -stage_bytes;
@@ -480,7 +480,7 @@ __device__ __forceinline__ void share_sums(float (*partial)[WARPS][4][32],
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
   for (int i = 0; i < TILES_OF_8 * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
-  barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);
+  barrier_sync(1 + threadIdx.x / GROUP, GROUP);
 }
 
 // A group's row tiles of an expert, every GROUPS-th from first_tile on, below end_tile, for up to 8 assignments.
@@ -496,7 +496,7 @@ __device__ __forceinline__ void multiply_up_to_8(GroupShared* shared, Stream& we
     share_sums(shared->partial + buffer, sum);
     store_tile<1>(shared->partial + buffer, assignments, count, tile, y);
     // the next tile's sums have another buffer, but the next expert's begin with the first
-    if (tile + GROUPS >= end_tile) barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);
+    if (tile + GROUPS >= end_tile) barrier_sync(1 + threadIdx.x / GROUP, GROUP);
   }
 }
 
@@ -514,7 +514,7 @@ __device__ __forceinline__ void multiply_more(GroupShared* shared, MultiPassStre
       if (j > 0 && tile >= end_tile) break;  // there was no second one
       share_sums(shared->partial, sum[j]);
       store_tile<TOKEN_TILES>(shared->partial, assignments, count, tile, y);
-      barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);  // the next sums go where these were read
+      barrier_sync(1 + threadIdx.x / GROUP, GROUP);  // the next sums go where these were read
     }
   }
 }
@@ -563,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                  const int* active_end, const int* assignments, const bf16* x,
                  const unsigned char* __restrict__ weight, float* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, block);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   // one lane's, so that the compiler knows that it is the same for the whole warp
   const int warp_of_block = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   const int group = warp_of_block / WARPS, warp = warp_of_block % WARPS, experts = __ldcg(num_active);
@@ -582,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   MultiPassStream multi_pass{weight + warp * WARP_BYTES, row_tiles, tiles, unit / row_tiles,
                              unit % row_tiles};
   one_pass ? start(single_pass, lists, shared, warp) : start(multi_pass, lists, shared, warp);
-  wait_for_previous_kernel();  // it writes x, while the lists were complete before it began
+  griddepcontrol_wait();  // it writes x, while the lists were complete before it began
   if (one_pass)
     multiply_units(shared, single_pass, lists, x, assignments, row_tiles, unit, end_unit, y);
   else

@@ -38,7 +38,7 @@ constexpr int STEP_BYTES = 576, SCALES_AT = 512;
 // Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. So a sum of products with
 // inputs x has 136 x too much in it for each: the nibble bias. A product of the inputs with a fragment of -136
 // takes it off. That is cheaper than a subtraction for each pair of weights, and serves every row tile.
-__device__ __forceinline__ u32 widen(u32 nibbles) { return and_or(nibbles, 0x000f000fu, 0x43004300u); }
+__device__ __forceinline__ u32 widen(u32 nibbles) { return lop3_and_or(nibbles, 0x000f000fu, 0x43004300u); }
 constexpr u32 MINUS_136 = 0xc308c308u;
 
 // The negative nibble bias of a group of inputs of 8 tokens, an MMA's accumulator. It is the same in each row.
@@ -235,7 +235,7 @@ struct Loader {
         if (item.before(end)) open(lists);
       }
     }
-    cp_async_commit();
+    cp_async_commit_group();
   }
   // Moves this thread's inputs of a stage to where tensor cores read them, in the order of the weights' fragments.
   __device__ __forceinline__ void arrange(int slot) {
@@ -250,7 +250,7 @@ struct Loader {
       for (int w = 0; w < 4; ++w)
         *reinterpret_cast<u32*>(tile + swizzled(token, piece / 4 * 4 + w) + piece % 4 * 4) = word[w];
     }
-    fence_for_wgmma();
+    fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[slot]);
     --unarranged;
@@ -260,8 +260,8 @@ struct Loader {
   // been read.
   __device__ __forceinline__ void next_stage(const Lists& lists, const Item& end) {
     const int next = slot + 1 == SLOTS ? 0 : slot + 1;
-    cp_async_wait<SLOTS - 2>();  // the next stage is complete
-    __syncwarp();                // for every lane, and each has read the slot that is filled now
+    cp_async_wait_group<SLOTS - 2>();  // the next stage is complete
+    __syncwarp();                      // for every lane, and each has read the slot that is filled now
     if (unarranged > 0) arrange(next);
     copy(slot, lists, end);
     slot = next, parity ^= next == 0;
@@ -317,9 +317,9 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
     for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage) {
       // Each warp arranges its part of this stage while it multiplies the stage before. So all warps are done with the
       // one before that, and next_stage may overwrite its inputs.
-      mbarrier_wait(&shared->filled[loader.slot], loader.parity);
+      mbarrier_wait_parity(&shared->filled[loader.slot], loader.parity);
       const unsigned char* weights = shared->weights[warp][loader.slot];
-      const u64 inputs = wgmma_tile(shared->x[loader.slot], 0);
+      const u64 inputs = wgmma_descriptor(shared->x[loader.slot], 0);
 #pragma unroll
       for (int part = 0; part < STAGE_STEPS * PARTS; ++part) {
         const int step = part / PARTS;
@@ -332,9 +332,9 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
         wgmma<0>(group_sum, minus_136, second, true);
         wgmma<0>(group_sum, group.a0, first, true);
         wgmma<0>(group_sum, group.a1, second, true);
-        wgmma_commit();
+        wgmma_commit_group();
         if (part + 1 == STAGE_STEPS * PARTS) loader.next_stage(lists, end);
-        wgmma_wait(group_sum, minus_136, group.a0, group.a1);
+        wgmma_wait_group<0>(group_sum, minus_136, group.a0, group.a1);
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i)
           sum[i] = fmaf(i / 2 % 2 ? group.scale_8 : group.scale, group_sum[i], sum[i]);
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   loader.open(lists);
 #pragma unroll 1
   for (int slot = 0; slot < SLOTS; ++slot) loader.copy(slot, lists, end);
-  cp_async_wait<SLOTS - 1>();
+  cp_async_wait_group<SLOTS - 1>();
   loader.arrange(0);
   for (; item.before(end); item.next(lists)) {
     switch ((item.count(lists) + 7) / 8) {  // columns that an MMA is wide

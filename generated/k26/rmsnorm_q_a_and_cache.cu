@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const flo
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(from + i);
+    const uint4 four = ld_global_16(from + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
                           const float* __restrict__ sin_table, bf16* q_a, bf16* kv_cache,
                           int context_capacity) {
   SHARED_ARRAY(float, warp_square_sum, [norm::WARPS]);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   norm::Vector gain[norm::ROUNDS];
   norm::load_weights(gain, q_a_weight);  // they wait for nobody
   const int token_row = blockIdx.x;
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
     sequence = (size_t)row_sequence[token_row] * context_capacity * cache::ROW;
     slot = row_slot[token_row];
   }
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (!is_there) return;
   if (blockIdx.y == 0) {
     norm::Vector row[norm::ROUNDS];

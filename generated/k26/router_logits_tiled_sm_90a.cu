@@ -69,7 +69,7 @@ struct Inputs {
       *reinterpret_cast<uint2*>(slot + swizzled(token, first) + at) = make_uint2(held[i].x, held[i].z);
       *reinterpret_cast<uint2*>(slot + swizzled(token, first + 1) + at) = make_uint2(held[i].y, held[i].w);
     }
-    fence_for_wgmma();
+    fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[stage % SLOTS]);
   }
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
   auto load_fragments = [&]() {
 #pragma unroll
     for (int s = 0; s < STAGE_STEPS; ++s) {
-      const uint2 of_low = load_stream_8(low_row + s * 16), of_high = load_stream_8(high_row + s * 16);
+      const uint2 of_low = ld_global_nc_8(low_row + s * 16), of_high = ld_global_nc_8(high_row + s * 16);
       next[s] = make_uint4(of_low.x, of_high.x, of_low.y, of_high.y);
     }
     low_row += STAGE_STEPS * 16, high_row += STAGE_STEPS * 16;
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
       // slot this is.
       if (stage + 1 < STAGES) inputs.store(shared, stage + 1);
       if (stage + 2 < STAGES) inputs.load(stage + 2);
-      mbarrier_wait(&shared->filled[stage % SLOTS], (stage / SLOTS) & 1);
+      mbarrier_wait_parity(&shared->filled[stage % SLOTS], (stage / SLOTS) & 1);
       if (warpgroup_tile >= row_tiles) continue;
       u32 a[STAGE_STEPS][4];
 #pragma unroll
@@ -156,13 +156,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
       // Before the first wgmma, so that a still needs registers of its own: until the wait nothing may come to those.
       if (stage + 1 < STAGES) load_fragments();
-      const u64 tokens = wgmma_tile(shared->x[stage % SLOTS], 0);
+      const u64 tokens = wgmma_descriptor(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         wgmma<0>(sum, a[s], tokens + wgmma_offset(s * 32), range_stage + s > 0);
-      wgmma_commit();
-      wgmma_wait(sum, a);
+      wgmma_commit_group();
+      wgmma_wait_group<0>(sum, a);
     }
     add_range(sum, shared->total, range);
   }

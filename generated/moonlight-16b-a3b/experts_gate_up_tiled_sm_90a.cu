@@ -197,7 +197,7 @@ struct Loader {
         if (item.before(end)) open(lists);
       }
     }
-    cp_async_commit();
+    cp_async_commit_group();
   }
   // Moves this thread's inputs of a stage to where tensor cores read them, in the order of the weights' fragments.
   __device__ __forceinline__ void arrange(int slot) {
@@ -210,7 +210,7 @@ struct Loader {
       *reinterpret_cast<uint2*>(tile + swizzled(token, first) + at) = make_uint2(words.x, words.z);
       *reinterpret_cast<uint2*>(tile + swizzled(token, first + 1) + at) = make_uint2(words.y, words.w);
     }
-    fence_for_wgmma();
+    fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared->filled[slot]);
     --unarranged;
@@ -220,8 +220,8 @@ struct Loader {
   // been read.
   __device__ __forceinline__ void next_stage(const Lists& lists, const Item& end) {
     const int next = slot + 1 == SLOTS ? 0 : slot + 1;
-    cp_async_wait<SLOTS - 2>();  // the next stage is complete
-    __syncwarp();                // for every lane, and each has read the slot that is filled now
+    cp_async_wait_group<SLOTS - 2>();  // the next stage is complete
+    __syncwarp();                      // for every lane, and each has read the slot that is filled now
     if (unarranged > 0) arrange(next);
     copy(slot, lists, end);
     slot = next, parity ^= next == 0;
@@ -275,18 +275,18 @@ __device__ __forceinline__ void multiply(Loader& loader, const Lists& lists, con
     for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage) {
       // Each warp arranges its part of this stage while it multiplies the stage before. So all warps are done with the
       // one before that, and next_stage may overwrite its inputs.
-      mbarrier_wait(&shared->filled[loader.slot], loader.parity);
+      mbarrier_wait_parity(&shared->filled[loader.slot], loader.parity);
       const unsigned char* weights = shared->weights[warp][loader.slot];
-      const u64 inputs = wgmma_tile(shared->x[loader.slot], 0);
+      const u64 inputs = wgmma_descriptor(shared->x[loader.slot], 0);
       u32 a[STAGE_STEPS][4];
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) fragment_of(a[s], weights + s * STEP_BYTES + lane * 16);
       wgmma_fence(sum);
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s) wgmma<0>(sum, a[s], inputs + wgmma_offset(s * 32), true);
-      wgmma_commit();
+      wgmma_commit_group();
       loader.next_stage(lists, end);
-      wgmma_wait(sum, a);
+      wgmma_wait_group<0>(sum, a);
     }
     add_range(sum, shared->total, range);
   }
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   loader.open(lists);
 #pragma unroll 1
   for (int slot = 0; slot < SLOTS; ++slot) loader.copy(slot, lists, end);
-  cp_async_wait<SLOTS - 1>();
+  cp_async_wait_group<SLOTS - 1>();
   loader.arrange(0);
   for (; item.before(end); item.next(lists)) {
     switch ((item.count(lists) + 7) / 8) {  // columns that an MMA is wide

@@ -67,15 +67,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
                          const float* split_max, const float* split_sum, const uint4* __restrict__ weight,
                          bf16* y, int max_splits, int max_rows) {
   SHARED_DYNAMIC(Shared, shared);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   // one lane's, so that the compiler knows that it is the same for all of a warp
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int block = cluster_thread() / BLOCK_OF_CLUSTER, head = cluster_index();
+  const int block = cluster_thread_rank() / BLOCK_OF_CLUSTER, head = cluster_id();
   const int range = warp % SPLITS, local_tile = warp / SPLITS * WARP_TILES, first_tile = block * TILES;
   // how many rows there are, and where, is old: the embedding let no kernel start before the step's rows were there
   const int tokens = *num_tokens, first_token = blockIdx.y * MAX_TOKENS;
   // an item is 64 columns of a row; a row's are dealt out to all blocks
-  int item = warp * blocks_of_cluster() + block, first = 0;
+  int item = warp * cluster_num_blocks() + block, first = 0;
   const int position = row_position[min(first_token + item / COLUMN_GROUPS,
                                         max_rows - 1)];  // which waits for no number of rows
   uint4 fragments[WARP_TILES][SPLIT_STEPS];
@@ -86,12 +86,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
       const int tile = first_tile + local_tile + j;
       const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + range * SPLIT_STEPS + s;
       const bool mine = local_tile + j < TILES && tile < ROW_TILES;
-      fragments[j][s] = mine ? load_ahead_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
+      fragments[j][s] = mine ? ld_global_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
   const int count = min(MAX_TOKENS, tokens - first_token), items = count * COLUMN_GROUPS;
   int splits = split_of(position) + 1;
   cluster_begin(&shared->arrived, max(count, 0) * KV_LORA * (int)sizeof(bf16));
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (count <= 0) return;
 
   const int split_class = lane / 8, piece = lane % 8;
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
 #pragma unroll
       for (int v = 0; v < 8; ++v) value[v] = 0.0f;
     }
-    const float share = exp2_or_zero(split_max_now - largest);
+    const float share = ex2_approx_ftz(split_max_now - largest);
     all_sum += warp_sum(share * split_sum_now);
     load_sums(next_item, next_first, next_splits - next_first);
     if (is_last) load_maxima(next_item, BATCH, next_splits);

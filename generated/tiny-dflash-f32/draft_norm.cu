@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const flo
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(from + i);
+    const uint4 four = ld_global_16(from + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
@@ -84,11 +84,11 @@ __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const
 extern "C" __global__ void __launch_bounds__(BLOCK)
     draft_norm(const int* num_tokens, const float* x, const float* __restrict__ weight, float* y) {
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   Vector gain[ROUNDS];
   load_weights(gain, weight);  // they wait for nobody
   const int token_row = blockIdx.x;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   const int tokens = *num_tokens;
   if (token_row >= tokens) return;
   Vector row[ROUNDS];

@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     cp_async_16(&shared->query[row][column], query + head * ROW + column, exists);
   }
   load_keys(first_key, 0);
-  cp_async_commit();
+  cp_async_commit_group();
 
   float values[WARP_VALUE_TILES][2][4];
 #pragma unroll
@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   int stage = 0;
   for (int tile_key = first_key; tile_key < end_key; tile_key += TILE, stage ^= 1) {
     if (tile_key + TILE < end_key) load_keys(tile_key + TILE, stage ^ 1);
-    cp_async_commit();
-    cp_async_wait<1>();
+    cp_async_commit_group();
+    cp_async_wait_group<1>();
     __syncthreads();
 
     // scores: warp w takes keys 8w .. 8w + 7; the sums of every CHAINS-th step run side by side and are added in order

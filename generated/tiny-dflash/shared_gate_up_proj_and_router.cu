@@ -116,7 +116,7 @@ struct Stream {
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
-      const u64 once = read_once();
+      const u64 once = evict_first_policy();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
@@ -133,12 +133,12 @@ struct Stream {
         }
       }
     }
-    cp_async_commit();
+    cp_async_commit_group();
     slot = (slot + 1) % SLOTS;
   }
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ const uint4* next() {
-    cp_async_wait<SLOTS - 2>();
+    cp_async_wait_group<SLOTS - 2>();
     copy_next<SIDE_BY_SIDE>();
     return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
   }
@@ -340,7 +340,7 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
-    cp_async_wait<0>();
+    cp_async_wait_group<0>();
     return;
   }
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
@@ -380,7 +380,7 @@ __device__ __forceinline__ void load_experts(uint2 (&held)[HELD_STEPS], const bf
   const bf16* row =
       weight + (size_t)expert * HIDDEN + (threadIdx.x / 32 * WARP_STEPS + step) * 16 + lane % 4 * 4;
 #pragma unroll
-  for (int s = 0; s < HELD_STEPS; ++s) held[s] = load_ahead_8(row + s * 16);
+  for (int s = 0; s < HELD_STEPS; ++s) held[s] = ld_global_8(row + s * 16);
 }
 
 // This warp's part of write_logits' sums. `turned` is for a chunk of inputs.
@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
                                    bf16* y, const bf16* __restrict__ router_weight, float* router_logits,
                                    int row_tiles) {
   SHARED_DYNAMIC(linear::Shared, shared);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   linear::Stream weights =
       linear::start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
   const int last_expert = min(first_expert + share, router::EXPERTS);
   uint2 held[router::HELD_STEPS];
   router::load_experts(held, router_weight, first_expert, last_expert, 0);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   const int first_token = blockIdx.y * linear::MAX_TOKENS,
             count = min(linear::MAX_TOKENS, tokens - first_token);
   for (int expert = first_expert; expert < last_expert && count > 0; expert += router::GROUP) {

@@ -112,7 +112,7 @@ struct Stream {
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
-      const u64 once = read_once();
+      const u64 once = evict_first_policy();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
@@ -129,12 +129,12 @@ struct Stream {
         }
       }
     }
-    cp_async_commit();
+    cp_async_commit_group();
     slot = (slot + 1) % SLOTS;
   }
   template <int SIDE_BY_SIDE>
   __device__ __forceinline__ const uint4* next() {
-    cp_async_wait<SLOTS - 2>();
+    cp_async_wait_group<SLOTS - 2>();
     copy_next<SIDE_BY_SIDE>();
     return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
   }
@@ -333,7 +333,7 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) {
-    cp_async_wait<0>();
+    cp_async_wait_group<0>();
     return;
   }
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
@@ -352,11 +352,11 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     q_b_proj(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
   Stream weights =
       start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   finish(shared, weights, tokens, x, y);
 }
 }  // namespace q_b_proj

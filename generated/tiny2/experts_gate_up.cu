@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_step(StepInputs& to, const bf16* of_lane, i
 }
 // The same into zeros, or into an earlier step's inputs: a lane without an assignment keeps its zeros.
 __device__ __forceinline__ void reload_step(StepInputs& to, const bf16* of_lane, int step) {
-  load_if(of_lane != nullptr, to, of_lane + step * PART_INPUTS);
+  ld_global_if(of_lane != nullptr, to, of_lane + step * PART_INPUTS);
 }
 // sum += weights * inputs
 __device__ __forceinline__ void add_step(float (&sum)[4], const Weights& weights, const StepInputs& inputs) {
@@ -184,14 +184,14 @@ template <class Stream>
 __device__ __forceinline__ void copy_next(Stream& weights, const Lists& lists,
                                           unsigned char (*ring)[STAGE_BYTES]) {
   if (weights.tiles_left > 0) weights.copy_stage(lists, ring[weights.slot]);
-  cp_async_commit();
+  cp_async_commit_group();
   weights.slot = weights.slot + 1 == SLOTS ? 0 : weights.slot + 1;
 }
 // The next stage to multiply with. The copy of another one begins.
 template <class Stream>
 __device__ __forceinline__ const unsigned char* next_stage(Stream& weights, const Lists& lists,
                                                            unsigned char (*ring)[STAGE_BYTES]) {
-  cp_async_wait<SLOTS - 2>();
+  cp_async_wait_group<SLOTS - 2>();
   __syncwarp();  // every lane has copied its part of the stage, and has read the slot that the next copy fills
   copy_next(weights, lists, ring);
   return ring[weights.slot];  // the slot behind the one that is filled is the oldest
@@ -210,7 +210,7 @@ struct SinglePassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = read_once();
+    const u64 once = evict_first_policy();
     for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, once); });
     source += STAGE_BYTES;
     if (++stage < WARP_STAGES) return;
@@ -241,7 +241,7 @@ struct MultiPassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = read_once();
+    const u64 once = evict_first_policy();
     const bool two = stage_bytes < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
     // where the second half of the stage lies; without a second tile it is the first tile's again
     const int to_second = two ? GROUPS * TILE_BYTES - stage_bytes : -stage_bytes;
@@ -367,7 +367,7 @@ __device__ __forceinline__ void share_sums(float (*partial)[WARPS][4][32],
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
   for (int i = 0; i < TILES_OF_8 * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[i / 4][i % 4];
-  barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);
+  barrier_sync(1 + threadIdx.x / GROUP, GROUP);
 }
 
 // A group's row tiles of an expert, every GROUPS-th from first_tile on, below end_tile, for up to 8 assignments.
@@ -383,7 +383,7 @@ __device__ __forceinline__ void multiply_up_to_8(GroupShared* shared, Stream& we
     share_sums(shared->partial + buffer, sum);
     store_tile<1>(shared->partial + buffer, assignments, count, tile, y);
     // the next tile's sums have another buffer, but the next expert's begin with the first
-    if (tile + GROUPS >= end_tile) barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);
+    if (tile + GROUPS >= end_tile) barrier_sync(1 + threadIdx.x / GROUP, GROUP);
   }
 }
 
@@ -401,7 +401,7 @@ __device__ __forceinline__ void multiply_more(GroupShared* shared, MultiPassStre
       if (j > 0 && tile >= end_tile) break;  // there was no second one
       share_sums(shared->partial, sum[j]);
       store_tile<TOKEN_TILES>(shared->partial, assignments, count, tile, y);
-      barrier_of_warps(1 + threadIdx.x / GROUP, GROUP);  // the next sums go where these were read
+      barrier_sync(1 + threadIdx.x / GROUP, GROUP);  // the next sums go where these were read
     }
   }
 }
@@ -450,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                     const int* active_end, const int* assignments, const bf16* x,
                     const unsigned char* __restrict__ weight, bf16* y, int row_tiles) {
   SHARED_DYNAMIC(Shared, block);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   // one lane's, so that the compiler knows that it is the same for the whole warp
   const int warp_of_block = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   const int group = warp_of_block / WARPS, warp = warp_of_block % WARPS, experts = __ldcg(num_active);
@@ -475,6 +475,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     multiply_units(shared, multi_pass, lists, x, assignments, row_tiles, unit, end_unit, y);
   // All that this kernel reads was complete before the previous one began. It waits all the same, because
   // kernels that wait for this one rely on the previous one's end, too.
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
 }
 }  // namespace experts_gate_up

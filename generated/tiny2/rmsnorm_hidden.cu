@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_weights(Vector (&loaded)[ROUNDS], const flo
   for (int r = 0; r < ROUNDS; ++r) {
     const int i = (r * BLOCK + threadIdx.x) * VECTOR;
     if (i >= WIDTH) continue;
-    const uint4 four = load_ahead_16(from + i);
+    const uint4 four = ld_global_16(from + i);
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int v = 0; v < 4; ++v) loaded[r].values[v] = __uint_as_float(words[v]);
@@ -84,12 +84,12 @@ __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const
 extern "C" __global__ void __launch_bounds__(BLOCK)
     rmsnorm_hidden(const int* num_tokens, const float* x, const float* __restrict__ weight, bf16* y) {
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
-  allow_next_kernel();
+  griddepcontrol_launch_dependents();
   Vector gain[ROUNDS];
   load_weights(gain, weight);  // they wait for nobody
   const int token_row = blockIdx.x;
   const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   if (token_row >= tokens) return;
   Vector row[ROUNDS];
   load_row(row, x + (size_t)token_row * X_STRIDE);
