@@ -50,11 +50,11 @@ extern "C" __global__ void __launch_bounds__(128) %(name)s(const uint4* a, const
   wgmma_fence(d);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    const u64 other = others + wgmma_descriptor_offset(step * (BY_COLUMNS ? 16 * 128 : 32));
+    const u64 other = others + wgmma_offset(step * (BY_COLUMNS ? 16 * 128 : 32));
     if (IN_REGISTERS)
       wgmma<BY_COLUMNS>(d, fragments[step], other, accumulate || step > 0);
     else
-      wgmma<BY_COLUMNS>(d, rows + wgmma_descriptor_offset(step * 32), other, accumulate || step > 0);
+      wgmma<BY_COLUMNS>(d, rows + wgmma_offset(step * 32), other, accumulate || step > 0);
   }
   wgmma_commit_group();
   wgmma_wait_group<0>(d);
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(160) bulk(const bf16* in, float* ou
       const u64 tile = wgmma_descriptor(shared->slot[i % 2], 0);
       wgmma_fence(d);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) wgmma<0>(d, tile + wgmma_descriptor_offset(step * 32), tile + wgmma_descriptor_offset(step * 32), true);
+      for (int step = 0; step < 4; ++step) wgmma<0>(d, tile + wgmma_offset(step * 32), tile + wgmma_offset(step * 32), true);
       wgmma_commit_group();
       wgmma_wait_group<0>(d);
       __syncwarp();
@@ -163,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(128) two_groups(const uint4* in, fl
   const u64 tiles[2] = {wgmma_descriptor(shared->tile[0], 0), wgmma_descriptor(shared->tile[1], 0)};
   wgmma_fence(first);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<0>(first, tiles[0] + wgmma_descriptor_offset(step * 32), tiles[0] + wgmma_descriptor_offset(step * 32), true);
+  for (int step = 0; step < 4; ++step) wgmma<0>(first, tiles[0] + wgmma_offset(step * 32), tiles[0] + wgmma_offset(step * 32), true);
   wgmma_commit_group();
   wgmma_fence(second);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<0>(second, tiles[0] + wgmma_descriptor_offset(step * 32), tiles[1] + wgmma_descriptor_offset(step * 32), true);
+  for (int step = 0; step < 4; ++step) wgmma<0>(second, tiles[0] + wgmma_offset(step * 32), tiles[1] + wgmma_offset(step * 32), true);
   wgmma_commit_group();
   wgmma_wait_group<1>(first);
   float* to = out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;

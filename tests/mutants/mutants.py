@@ -432,7 +432,7 @@ TEMPLATES = [
         ("a chain goes on from the last range's", "for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;", "if (range == 0) sum[0] = 0.0f;"),
         ("goes on with a stage that has not come", "cp_async_wait_group<SLOTS - 2>();", "cp_async_wait_group<SLOTS - 1>();", "checker"),
         ("one slot too few", "constexpr int SLOTS = {{ p.slots }};", "constexpr int SLOTS = {{ p.slots }} - 1;", "checker"),
-        ("a stage's second step has the first's inputs", "wgmma_descriptor_offset(step * TOKENS * 128 + part", "wgmma_descriptor_offset(part"),
+        ("a stage's second step has the first's inputs", "wgmma_offset(step * TOKENS * 128 + part", "wgmma_offset(part"),
         ("a stage's second step has the first's weights", "Weights(weights + step * STEP_BYTES", "Weights(weights"),
         ("waits for a slot's first stage alone", "parity ^= next == 0", "parity ^= 0"),
         ("inputs not made visible to tensor cores", "    fence_proxy_async();\n", "", "checker"),

@@ -648,26 +648,26 @@ BULK_PARTS = {
 }  # fmt: skip
 
 
-def cp_async_bulk(says: str = "", **parts: str) -> Case:
+def bulk_copy(says: str = "", **parts: str) -> Case:
     return Case(BULK_COPY.format(**(BULK_PARTS | parts)), says)
 
 
 BUGS |= {
-    "bulk_copy_not_waited_for": cp_async_bulk("unwaited copy|race|uninitialised", called="  // BUG", wait="", read="  // BUG"),
-    "bulk_copy_that_nobody_waits_for": cp_async_bulk("unwaited copy: the block has ended", called="  // BUG", wait="// "),
-    "bulk_copy_after_a_read": cp_async_bulk("race", before="\n  s[t] = t;  // BUG", called="  // BUG"),
-    "bulk_copy_and_a_read_without_the_wait": cp_async_bulk(
+    "bulk_copy_not_waited_for": bulk_copy("unwaited copy|race|uninitialised", called="  // BUG", wait="", read="  // BUG"),
+    "bulk_copy_that_nobody_waits_for": bulk_copy("unwaited copy: the block has ended", called="  // BUG", wait="// "),
+    "bulk_copy_after_a_read": bulk_copy("race", before="\n  s[t] = t;  // BUG", called="  // BUG"),
+    "bulk_copy_and_a_read_without_the_wait": bulk_copy(
         "unwaited copy|race|uninitialised", called="  // BUG", wait="if (t < 32) mbarrier_wait_parity(b, 0);\n  ", read="  // BUG"
     ),
-    "bulk_copy_of_fewer_bytes": cp_async_bulk("no thread can go on", bytes="240", wait="mbarrier_wait_parity(b, 0);  // BUG\n  "),
-    "bulk_copy_of_odd_bytes": cp_async_bulk("multiples of 16", bytes="248", called="  // BUG"),
-    "bulk_copy_beyond_its_source": cp_async_bulk("out of bounds", bytes="272", expected="272", called="  // BUG"),
-    "bulk_copy_with_an_unfenced_mbarrier": cp_async_bulk("unfenced", fence="", called="  // BUG"),
-    "mbarrier_arrivals_before_the_last_copies": cp_async_bulk("are all there", called="\n    mbarrier_arrive(b);  // BUG"),
+    "bulk_copy_of_fewer_bytes": bulk_copy("no thread can go on", bytes="240", wait="mbarrier_wait_parity(b, 0);  // BUG\n  "),
+    "bulk_copy_of_odd_bytes": bulk_copy("multiples of 16", bytes="248", called="  // BUG"),
+    "bulk_copy_beyond_its_source": bulk_copy("out of bounds", bytes="272", expected="272", called="  // BUG"),
+    "bulk_copy_with_an_unfenced_mbarrier": bulk_copy("unfenced", fence="", called="  // BUG"),
+    "mbarrier_arrivals_before_the_last_copies": bulk_copy("are all there", called="\n    mbarrier_arrive(b);  // BUG"),
 }
 CLEAN |= {
-    "bulk_copy_waited_for": cp_async_bulk(),
-    "bulk_copy_of_two_pieces": cp_async_bulk(bytes="64", called="\n    cp_async_bulk(s + 16, in + 16, 192, b);"),
+    "bulk_copy_waited_for": bulk_copy(),
+    "bulk_copy_of_two_pieces": bulk_copy(bytes="64", called="\n    cp_async_bulk(s + 16, in + 16, 192, b);"),
 }
 
 

@@ -77,12 +77,12 @@ def _within_a_thread() -> tuple[Arithmetic, ...]:
         ),
         Arithmetic(
             "masks_and_places",
-            ("lop3_and_or(u32, u32, u32)", "swizzled(int, int)", "wgmma_descriptor_offset(int)"),
+            ("lop3_and_or(u32, u32, u32)", "swizzled(int, int)", "wgmma_offset(int)"),
             """
   o[0] = lop3_and_or(a, b, c);
   o[1] = lop3_and_or(a >> 4, 0x000f000fu, 0x43004300u);
   o[2] = swizzled((int)(a & 1023u), (int)(b & 7u));
-  o[3] = (u32)wgmma_descriptor_offset((int)(a & 0xffffu));""",
+  o[3] = (u32)wgmma_offset((int)(a & 0xffffu));""",
         ),
         Arithmetic("exponentials", ("ex2_approx_ftz(float)",), "o[0] = __float_as_uint(ex2_approx_ftz(__uint_as_float(a)));",
                    inputs="exponents", ulps=1),

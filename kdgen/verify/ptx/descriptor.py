@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(CLUSTER_BLOCK(256, 2)) descriptor(u
   SHARED_DYNAMIC(bf16, tile);
   SHARED_ARRAY(unsigned char, odd, [5]);
   out[0] = wgmma_descriptor(tile, next_tile);
-  out[1] = wgmma_descriptor(tile, next_tile) + wgmma_descriptor_offset(32);
+  out[1] = wgmma_descriptor(tile, next_tile) + wgmma_offset(32);
   odd[threadIdx.x] = 1;
   __syncthreads();
   out[2] = odd[1];

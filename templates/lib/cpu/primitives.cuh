@@ -134,7 +134,7 @@ static inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, EMU_HERE) { e
 // ---- asynchronous tensor cores (sm_90a) -----------------------------------
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 static inline u64 wgmma_descriptor(const void* tile, u32 next_tile, EMU_HERE) { return emu_wgmma_descriptor(tile, next_tile, line); }
-static inline constexpr u64 wgmma_descriptor_offset(int bytes) { return (u64)(bytes >> 4); }
+static inline constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
 static constexpr bool emu_has_wgmma(int floats) { return floats % 4 == 0 && ((floats >= 8 && floats <= 32) || floats == 64 || floats == 128); }
 template <int ByColumns, int FLOATS>
 static inline void wgmma(float (&d)[FLOATS], u64 a, u64 b, bool accumulate, EMU_HERE) {

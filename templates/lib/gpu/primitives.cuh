@@ -109,11 +109,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
 // are exchanged (128-byte swizzle): this is where piece `piece` of row `row` lies, in bytes.
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 // What wgmma reads an operand by: a tile, and how many bytes further the tile with the next 64 columns lies, which counts only for
-// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_descriptor_offset(bytes).
+// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_offset(bytes).
 __device__ __forceinline__ u64 wgmma_descriptor(const void* tile, u32 next_tile) {
   return (u64)((shared_address(tile) & 0x3ffffu) >> 4) | (u64)(next_tile >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-__device__ __forceinline__ constexpr u64 wgmma_descriptor_offset(int bytes) { return (u64)(bytes >> 4); }
+__device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
 // d[64xN] += a[64x16] * b[16xN] by a warpgroup, = where !accumulate; bf16 in, float32 out; a thread has N / 2 floats of d. Warp w has
 // rows 16w .. 16w + 15, in fragments as those of mma_m16n8k16 side by side. a comes from tiles whose rows are its rows, or from
 // registers as that MMA's. b comes from tiles whose rows are its columns, or, ByColumns, its rows. Nothing of a, b and d may be
