@@ -20,7 +20,8 @@ constexpr int BLOCK = 256;
 extern "C" __global__ void __launch_bounds__(BLOCK)
     embed(const int* num_tokens, const int* tokens, const bf16* __restrict__ table, float* residual) {
   griddepcontrol_wait();
-  griddepcontrol_launch_dependents();  // not before: from here on all kernels of the step may read its rows before they wait
+  // not before the wait: the step's other kernels read its rows before they wait themselves
+  griddepcontrol_launch_dependents();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
   const size_t at = (size_t)token_row * HIDDEN + i;
   if (token_row >= *num_tokens || i >= HIDDEN) return;

@@ -129,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   __threadfence();
   __syncthreads();
-  griddepcontrol_launch_dependents();  // not before the lists are complete: the experts' kernels read them before they wait
+  // not before the lists are complete: the experts' kernels read them before they wait
+  griddepcontrol_launch_dependents();
 }
 }  // namespace moe_sort
