@@ -1,1 +1,1 @@
-"""From a plan to machine code: render, format, compile, the cache of compiled kernels, the generated folders."""
+"""From a plan to machine code: rendering, formatting, compiling, the cache, and the generated folders."""

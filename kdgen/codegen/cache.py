@@ -1,9 +1,9 @@
-"""A directory of build results: found by content, never by path or time, and safe to lose at any moment.
+"""A folder of build results. Keys depend only on content, not on paths or times, and entries may be removed at any moment.
 
-An entry is one file, ``<dir>/<kind>/<first two of key>/<key>-<digest of its bytes>.<suffix>``. The digest in the name makes a
-corrupt, truncated or half-written entry a miss while the file itself stays what it is (a shared library that can be loaded).
-Writers write a temporary file and rename it, so two processes may put the same entry at once. A directory that is full or
-read-only means no cache, said once on stderr.
+An entry is one file, ``<folder>/<kind>/<first two digits of key>/<key>-<digest of its bytes>.<suffix>``. The digest in the name reveals a
+corrupt, truncated or half-written entry, which counts as missing. The file has no header, so that a shared library can be loaded from it.
+A process writes a temporary file and renames it, so that two processes may store the same entry at once. If the folder is full or
+read-only, kdgen works without a cache and warns once on stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOCKS = f"{_TEMPORARY}locks"  # an empty file: a place in it stands for a key
 
 
 def digest(*parts: str | bytes) -> str:
-    """A key: the SHA-256 of ``parts``, each preceded by its length so that no two lists of parts run together alike."""
+    """A key: the SHA-256 of ``parts``, each preceded by its length, so that no two lists of parts give the same bytes."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -41,36 +41,36 @@ def digest(*parts: str | bytes) -> str:
 
 
 class Cache:
-    """Build results under one directory, which need not exist yet."""
+    """Build results in one folder, which need not exist yet."""
 
-    _warned: ClassVar[bool] = False  # one warning a process is enough
+    _warned: ClassVar[bool] = False  # each process warns once
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def default(cls) -> Cache:
-        """The user's cache: ``$KDGEN_CACHE_DIR``, or the platform's cache directory."""
+        """The user's cache: ``$KDGEN_CACHE_DIR``, or in the platform's folder for caches."""
         chosen = os.environ.get("KDGEN_CACHE_DIR")
         if not chosen:
             return cls(platformdirs.user_cache_path("kdgen"))
         try:
             return cls(Path(chosen).expanduser())
-        except RuntimeError:  # ~ of a user who has no home directory
+        except RuntimeError:  # ~ of a user without a home directory
             return cls(Path(chosen))
 
     def get(self, kind: str, key: str, suffix: str) -> Path | None:
-        """The entry's file, whole and uncorrupted, or None."""
+        """The entry's file, or None if there is no intact one."""
         found = self._find(kind, key, suffix)
         return found[0] if found else None
 
     def read(self, kind: str, key: str, suffix: str) -> bytes | None:
-        """The entry's bytes as they were put, or None."""
+        """The entry's bytes, or None if there is no intact one."""
         found = self._find(kind, key, suffix)
         return found[1] if found else None
 
     def put(self, kind: str, key: str, suffix: str, data: bytes) -> Path | None:
-        """Store ``data``; the entry's file, or None (after one warning) where the directory cannot be written."""
+        """Store ``data``. Returns the entry's file, or None, after a warning, if it cannot be written."""
         target = self._shard(kind, key) / f"{key}-{_check(data)}.{suffix.lstrip('.')}"
         for attempt in (1, 2):
             try:
@@ -99,7 +99,7 @@ class Cache:
             yield
 
     def clear(self) -> int:
-        """Remove every entry (and nothing that is not one); returns how many files went."""
+        """Remove all entries, and no other files. Returns the number of removed files."""
         removed = 0
         for file in list(self._files()):
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class Cache:
         return total
 
     def remove_abandoned(self) -> None:
-        """Remove what killed processes did not finish writing."""
+        """Remove temporary files of killed processes."""
         remove_abandoned(self.path, _TEMPORARY)
 
     def _warn(self, error: OSError) -> None:

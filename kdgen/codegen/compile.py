@@ -1,7 +1,7 @@
-"""From CUDA text to machine code: NVRTC, straight to cubin for a named architecture, through the cache.
+"""From CUDA text to machine code: NVRTC compiles to a cubin for one architecture, through the cache.
 
-Needs neither a GPU nor a CUDA driver. ``cuda.core`` is imported only when something has to be compiled, because that import
-alone costs half a second; a build served by the cache asks NVRTC for its version and nothing else.
+It needs neither a GPU nor a CUDA driver. ``cuda.core`` is imported only to compile, because the import takes half a second. If the cache
+has every kernel, only NVRTC's version is read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kdgen.errors import BackendError, CompileError, KdgenError
 from kdgen.files.requirements import requirement
 from kdgen.plan.arch import Target, target_for, targets
 
-#: cuda.core swaps entries of sys.modules while it is imported: a second thread importing it meanwhile finds half a package.
+#: cuda.core replaces entries of sys.modules during its import, so a second thread that imports it then would get half a package.
 _IMPORTING = threading.Lock()
 
-#: Part of every cache key; raise it when the entry's format or what is read from the log changes.
+#: Part of every cache key. Raise it when the format of entries changes, or when other facts are read from the log.
 SCHEMA = 2
 
-#: What primitives.cuh goes by where copies must have no cache policy.
+#: The macro that makes primitives.cuh compile copies without a cache policy.
 NO_CACHE_POLICY = "NO_CACHE_POLICY"
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The compiler flags, one set for every kernel and variant. The compiler may not contract a*b+c on its own: it could do so in one
-    inlined copy of a function and not in another, and their bits would differ. Kernels that want an FMA call ``fmaf``.
+    """The compiler flags, the same for every kernel and variant. The compiler may not contract a*b+c: it could do so in one inlined copy
+    of a function and not in another, and their bits would differ. Kernels that need an FMA call ``fmaf``.
     """
 
     std: str = "c++17"
@@ -51,12 +51,12 @@ class Flags:
     prec_div: bool = True
     prec_sqrt: bool = True
     ptxas_options: str = "-v"
-    no_cache: bool = True  # NVRTC's own disk cache gives the code without the log that registers and spills are read from
+    no_cache: bool = True  # NVRTC's own cache returns no log, from which registers and spills are read
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one kernel for one architecture, and what ptxas said of it. Sizes are bytes."""
+    """Machine code of one kernel for one architecture, and the resources that ptxas reported. Sizes are bytes."""
 
     name: str
     arch: str
@@ -68,13 +68,13 @@ class Cubin:
     spill_stores: int
     spill_loads: int
     log: str = dataclasses.field(repr=False)
-    seconds: float  #: how long NVRTC took when it was compiled
-    cached: bool  #: nothing was compiled this time
+    seconds: float  #: NVRTC's time when it was compiled
+    cached: bool  #: whether it was in the cache
     nvrtc: str
 
     @property
     def smem(self) -> int:
-        """Shared memory a block uses."""
+        """Shared memory of a block, in bytes."""
         return self.static_smem + self.dynamic_smem
 
     @property
@@ -93,7 +93,7 @@ def compile_cubin(source: Source, arch: str, include: Path, cache: Cache | None 
 
 
 def everywhere(sources: Sequence[Source], archs: Sequence[str]) -> list[tuple[Source, str]]:
-    """Every source for every arch, arch by arch, as ``compile_all`` takes it."""
+    """Every source for every arch, arch by arch: an argument for ``compile_all``."""
     return [(source, arch) for arch in archs for source in sources]
 
 
@@ -106,15 +106,15 @@ def compile_all(
     on_done: Callable[[Cubin], None] | None = None,
     compiling: Callable[[int], AbstractContextManager[object]] | None = None,
 ) -> list[Cubin]:
-    """Every source for the arch it stands with, in the order given; ``on_done`` is called in this thread as each one is ready.
-    ``compiling`` is entered meanwhile, with the number of those that the cache does not have, unless it has all.
+    """Every (source, arch) compiled, in the given order. ``on_done`` is called in this thread when one is ready. Unless the cache has all,
+    they are compiled within the context ``compiling(number of those that it lacks)``.
 
-    Raises what compile_cubin raises; when several kernels fail, one CompileError tells of them all.
+    Raises what compile_cubin raises; if several kernels fail, one CompileError has all their messages.
     """
     targets_by_arch = {arch: require_arch(arch) for _, arch in work}
     headers = _headers_digest(include)
-    # Threads, because NVRTC lets go of the GIL: 24 bf16 matrix kernels on 2 cores took 4.4 s in one thread, 3.0 s in two threads
-    # and 2.9 s in two processes, and processes would each import cuda.core.
+    # Threads, because NVRTC releases the GIL: 24 bf16 matrix kernels on 2 cores took 4.4 s in one thread, 3.0 s in two threads
+    # and 2.9 s in two processes, each of which would have to import cuda.core.
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     failures: dict[int, CompileError] = {}
     done: dict[int, Cubin] = {}
@@ -146,7 +146,7 @@ def compile_all(
 
 @functools.cache
 def nvrtc_version() -> str:
-    """NVRTC's version, e.g. ``13.0 (wheel 13.0.88)``: the library itself does not tell its patch level.
+    """NVRTC's version, e.g. ``13.0 (wheel 13.0.88)``. The library does not report its patch level; the wheel has it.
 
     Raises BackendError when the library cannot be loaded.
     """
@@ -191,7 +191,7 @@ def require_arch(arch: str) -> Target:
 
 
 def _headers_digest(include: Path) -> str:
-    """A digest of every file a kernel could include, names too."""
+    """A digest of the names and contents of all files that a kernel can include."""
     parts: list[str | bytes] = []
     for file in sorted(include.iterdir()):
         if file.is_file():
@@ -200,7 +200,7 @@ def _headers_digest(include: Path) -> str:
 
 
 def _key(source: Source, target: Target, headers: str) -> str:
-    """Everything NVRTC sees, and which NVRTC it is. Not the include directory's path: its contents stand for it."""
+    """A digest of all inputs of NVRTC and of its version. It has the include folder's contents, not its path."""
     return digest(f"schema {SCHEMA}", source.name, source.code, headers, repr(Flags()), nvrtc_version(), target.arch)
 
 
@@ -228,7 +228,7 @@ def _compile(source: Source, target: Target, include: Path, headers: str, cache:
 
 
 def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
-    """Compile; a line of JSON (log, seconds), then the cubin. Once more without cache policies where ptxas encodes them wrongly."""
+    """Compile. Returns a line of JSON (log, seconds) and the cubin. If ptxas encodes cache policies wrongly, compile again without them."""
     started = time.perf_counter()
     code, log = _machine_code(source, target, include, ())
     if has_broken_copies(code):
@@ -242,7 +242,7 @@ def _run_nvrtc(source: Source, target: Target, include: Path) -> bytes:
 
 
 def _machine_code(source: Source, target: Target, include: Path, macros: tuple[str, ...]) -> tuple[bytes, str]:
-    """The cubin, and what ptxas said."""
+    """The cubin, and ptxas' log."""
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 
@@ -263,23 +263,23 @@ def _machine_code(source: Source, target: Target, include: Path, macros: tuple[s
     log = io.StringIO()
     program = Program(source.code, "c++", options)
     try:
-        # Keep the bytes and let go of the ObjectCode at once: without a driver even its repr can deadlock.
+        # Keep only the bytes, not the ObjectCode: without a driver even its repr can deadlock.
         return bytes(program.compile("cubin", logs=log).code), log.getvalue()
-    except Exception as error:  # cuda.core's NVRTCError, which no public module names
+    except Exception as error:  # cuda.core's NVRTCError, which no public module exports
         reason = _first_lines(str(error).split("compilation log:", 1)[-1].strip(" \0\n"))
         raise CompileError(f"{_where(source, target)} does not compile:\n{reason}") from error
     finally:
-        del program  # the error's traceback holds this frame, and cuda.core prints a traceback when the cycle collector frees a Program
+        del program  # the traceback keeps this frame alive, and cuda.core prints a traceback when the garbage collector frees a Program
 
 
 def _first_lines(log: str, most: int = 40) -> str:
-    """An instruction that an architecture lacks is reported at every one of its uses: the first ones will do."""
+    """The first ``most`` lines: an instruction that an architecture lacks is reported at each of its uses."""
     lines = log.splitlines()
     return "\n".join(lines if len(lines) <= most else [*lines[:most], f"… and {len(lines) - most} more lines"])
 
 
 def _tidy(log: str) -> str:
-    """Without the NULs NVRTC ends it with, and without the one line that differs from run to run."""
+    """``log`` without NULs at its end, and without the line that differs between runs."""
     lines = log.rstrip("\0\n").splitlines()
     return "\n".join(line for line in lines if "Compile time" not in line)
 
@@ -290,7 +290,7 @@ def _cubin(source: Source, target: Target, code: bytes, log: str, seconds: float
 
     registers = numbers(r"Used (\d+) registers")
     if len(registers) != 1:
-        raise CompileError(f"{_where(source, target)}: {len(registers)} kernels in the text, 1 expected; the log says\n{log}")
+        raise CompileError(f"{_where(source, target)}: the text has {len(registers)} kernels instead of 1; the log is\n{log}")
     return Cubin(
         name=source.name,
         arch=target.arch,
@@ -298,7 +298,7 @@ def _cubin(source: Source, target: Target, code: bytes, log: str, seconds: float
         registers=registers[0],
         static_smem=sum(numbers(r"(\d+) bytes smem")),
         dynamic_smem=source.smem,
-        # a function that was not inlined has a frame of its own
+        # a function that is not inlined has its own frame
         stack=max(numbers(r"(\d+) bytes cumulative stack size") + numbers(r"(\d+) bytes stack frame"), default=0),
         spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
         spill_loads=sum(numbers(r"(\d+) bytes spill loads")),

@@ -1,8 +1,8 @@
-"""The build: plans in, generated folders and compiled kernels out, and nothing left half done.
+"""The build: from plans to generated folders and compiled kernels.
 
-A folder ``<out>/<plan.directory>/`` holds one ``.cu`` a kernel and ``manifest.json``. Texts are written before they are compiled, so
-that a compiler's message has a file to look at; the manifest follows when everything has compiled. A file is written only when it
-differs, under a temporary name that is then renamed: an interrupted or failed build, or two at once, leave whole files.
+A folder ``<out>/<plan.directory>/`` holds one ``.cu`` for each kernel and ``manifest.json``. Texts are written before they are compiled, so
+that a compiler's message refers to a file that exists. The manifest is written when all kernels have compiled. A file is written only if it
+differs, under a temporary name that is then renamed, so that interrupted, failed or simultaneous builds leave only complete files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kdgen.spec.model import load_spec
 
 MANIFEST = "manifest.json"
 DEFAULT_ARCHS = ("sm_90a", "sm_120a")
-#: Shipped specs that are generated in float32 too: the test models, whose float32 numbers are held against other implementations.
+#: Shipped specs also generated in float32: test models, whose float32 results are compared with other implementations.
 ALSO_F32 = ("tiny", "tiny2", "tiny-dflash")
-#: Prefix of files being written. A killed build leaves one behind; the next build removes it.
+#: Prefix of files being written. If a build is killed, the next one removes its file.
 TEMPORARY = ".kdgen-"
 
 Progress = Callable[[Plan, Cubin], None]
@@ -41,8 +41,8 @@ Progress = Callable[[Plan, Cubin], None]
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel on one architecture. Sizes are bytes; bytes and flops are what a launch must do at least for one token row that sees one
-    key and has its experts."""
+    """One kernel on one architecture. Sizes are bytes. ``bytes_per_token`` and ``flops_per_token`` are the least that a launch must do for
+    one token row with one key and its own experts."""
 
     kernel: str
     template: str
@@ -56,12 +56,12 @@ class KernelReport:
     bytes_per_token: int
     flops_per_token: int
     seconds: float  #: NVRTC's time when it was compiled
-    cached: bool  #: not compiled this time
+    cached: bool  #: whether it was in the cache
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """One plan's folder: what changed in it and what its kernels need."""
+    """One plan's folder: its changes, and the resources of its kernels."""
 
     spec: str
     compute: Compute
@@ -87,7 +87,7 @@ class BuildReport:
 
 @dataclass(frozen=True)
 class Difference:
-    """A file that is not as the plan makes it; ``diff`` leads from what is there to what should be."""
+    """A file that differs from what would be generated; ``diff`` is from the present text to the generated one."""
 
     file: str
     kind: Literal["missing", "changed", "extra"]
@@ -96,7 +96,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What ``--check`` found. ``notes`` says what was not compared, and why."""
+    """The result of ``--check``. ``notes`` says what was not compared, and why."""
 
     folders: tuple[str, ...]
     files: int
@@ -108,9 +108,9 @@ class CheckReport:
 
 
 def plans_for(specs: Sequence[str], compute: Compute | None = None) -> list[Plan]:
-    """The plans of ``specs``, which are files or shipped names; none means all that is committed under ``generated/``.
+    """The plans of ``specs``, which are files or shipped names. Without any: the plans of all folders committed under ``generated/``.
 
-    Raises SpecError for a bad spec and KdgenError when two different specs have one name, and so one folder.
+    Raises SpecError for a bad spec, and KdgenError when two different specs have the same name, and so the same folder.
     """
     wanted = [(spec, compute) for spec in specs]
     if not specs:
@@ -122,7 +122,7 @@ def plans_for(specs: Sequence[str], compute: Compute | None = None) -> list[Plan
     for source, dtype in wanted:
         plan = build_plan(load_spec(source), dtype)
         if plans.setdefault(plan.directory, plan) != plan:
-            raise KdgenError(f"{source}: another spec is called {plan.spec_name} too; give it a name of its own")
+            raise KdgenError(f"{source}: another spec is also called {plan.spec_name}; rename one of them")
     return list(plans.values())
 
 
@@ -135,7 +135,7 @@ def build(
     cache: Cache | None = None,
     on_done: Progress | None = None,
 ) -> BuildReport:
-    """Write and compile every plan; ``on_done`` is called as each kernel is ready.
+    """Write and compile every plan; ``on_done`` is called when a kernel is ready.
 
     Raises KdgenError for an unknown architecture or a folder that cannot be written, CompileError with kernel, template and log when a
     kernel does not compile or needs more shared memory than an architecture has.
@@ -144,7 +144,7 @@ def build(
     archs = tuple(dict.fromkeys(archs))
     for arch in archs:
         require_arch(arch)
-    everything = [generate(plan) for plan in plans]  # all of it before the first file, so that a bad template writes nothing
+    everything = [generate(plan) for plan in plans]  # all texts before the first file, so that a bad template writes nothing
     folders = []
     for generated in everything:
         folder = out / generated.plan.directory
@@ -176,10 +176,10 @@ def check(
     cache: Cache | None = None,
     on_done: Progress | None = None,
 ) -> CheckReport:
-    """What ``build`` would change under ``out``, without changing it.
+    """The changes that ``build`` would make under ``out``. Changes nothing.
 
-    Registers, spills and shared memory are a matter of the compiler's version: they are compared only with ``compile``, and when NVRTC
-    is the one that the manifest records. The same goes for the recorded version of clang-format, though not for what it formatted.
+    Registers, spills and shared memory depend on the compiler's version, so they are compared only with ``compile``, and only if NVRTC
+    has the version that the manifest records. Another version of clang-format than the recorded one is no difference by itself.
     Raises what ``build`` raises.
     """
     archs = tuple(dict.fromkeys(archs))
@@ -195,7 +195,7 @@ def check(
         if not isinstance(formatter, str):
             formatter = clang_format_version()
         elif formatter != clang_format_version():
-            notes.append(f"formatted with clang-format {clang_format_version()}, the manifest records {formatter}")
+            notes.append(f"formatted with clang-format {clang_format_version()}, but the manifest records {formatter}")
         kept = recorded.get("resources")
         if not is_resources(kept):
             notes.append(f"{folder}: no registers, shared memory and spills are recorded")
@@ -203,7 +203,7 @@ def check(
         elif not compile:
             notes.append("registers, shared memory and spills were not compared: nothing was compiled")
         elif kept["nvrtc"] != nvrtc_version():
-            versions = f"NVRTC is {nvrtc_version()}, the manifest records {kept['nvrtc']}"
+            versions = f"NVRTC is {nvrtc_version()}, but the manifest records {kept['nvrtc']}"
             notes.append(f"registers, shared memory and spills were not compared: {versions}")
         else:
             notes += [f"{folder}: nothing is recorded for {arch}" for arch in archs if arch not in kept["archs"]]
@@ -214,9 +214,6 @@ def check(
         differences += _differences(folder, expected, orphans(folder, generated))
     folders = tuple(str(out / plan.directory) for plan in plans)
     return CheckReport(folders, files, tuple(differences), tuple(dict.fromkeys(notes)))
-
-
-# ---- the manifest ---------------------------------------------------------------------------------------------------
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
@@ -263,7 +260,7 @@ def _folder_report(
 
 
 def write_if_different(path: Path, text: str) -> bool:
-    """Whether ``path`` had to be written. It always holds the whole old or the whole new text. Raises OSError."""
+    """Write ``text`` to ``path`` if it differs; returns whether it did. ``path`` always holds the old or the new text. Raises OSError."""
     data = text.encode()
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == data:
@@ -275,7 +272,7 @@ def write_if_different(path: Path, text: str) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whole or not at all; a pipe or a terminal takes it, too. Raises KdgenError when it cannot be written."""
+    """Write ``text`` to ``path`` completely or not at all; ``path`` may also be a pipe or a terminal. Raises KdgenError when that fails."""
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
@@ -286,7 +283,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def orphans(folder: Path, generated: Generated) -> list[Path]:
-    """Files in ``folder`` that kdgen generated and ``generated`` has no longer. A .cu that is somebody else's is not one."""
+    """Files in ``folder`` that kdgen generated earlier and that ``generated`` lacks. Other .cu files are not among them."""
     return [path for path in sorted(folder.glob("*.cu")) if path.name not in generated.texts and _is_ours(path)]
 
 
@@ -299,14 +296,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def _prepare(folder: Path) -> None:
-    """Make the folder and clear away what killed builds left in it."""
+    """Make the folder, and remove temporary files of killed builds."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder, TEMPORARY)
 
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a KdgenError."""
+    """Turn the file system's errors into a KdgenError."""
     try:
         yield
     except OSError as error:
@@ -321,7 +318,7 @@ def _differences(folder: Path, expected: Mapping[str, str], extra: Sequence[Path
         path = folder / name
         try:
             present = path.read_bytes().decode(errors="replace")
-        except OSError:  # missing, a directory, or not to be read
+        except OSError:  # missing, a directory, or unreadable
             found.append(Difference(str(path), "missing", _diff(path, "", text)))
             continue
         if present != text:

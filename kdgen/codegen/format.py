@@ -1,4 +1,4 @@
-"""clang-format for generated code: the binary of the ``clang-format`` wheel, never one found on PATH, which could be any version."""
+"""clang-format for generated code: the binary of the ``clang-format`` wheel, not one on PATH, whose version is unknown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kdgen.errors import KdgenError
 from kdgen.files.requirements import requirement
 from kdgen.files.temporary import scratch_folder
 
-#: Google's style with longer lines. Comments keep their breaks: the header's command has to stay on one line.
+#: Google's style with longer lines. Comments are not reflowed, so that the header's command stays on one line.
 STYLE = "{BasedOnStyle: Google, Language: Cpp, ColumnLimit: 110, DerivePointerAlignment: false, ReflowComments: Never}"
-_FORMATTED = ".cu"  # an entry of the cache: a formatted text
+_FORMATTED = ".cu"  # suffix of cache entries that hold a formatted text
 
 
 def clang_format(text: str) -> str:
@@ -35,13 +35,13 @@ def clang_format_many(texts: Sequence[str]) -> list[str]:
         files = [folder / f"{i}.cu" for i in range(len(texts))]
         for file, text in zip(files, texts, strict=True):
             file.write_bytes(text.encode())
-        # by names in their folder: clang-format takes a % in a path for a place to be filled in
+        # relative names, because clang-format treats a % in a path as a placeholder
         _run(f"--style={STYLE}", "-i", *(file.name for file in files), folder=folder)
         return [file.read_bytes().decode() for file in files]
 
 
 def clang_format_cached(texts: Sequence[str], cache: Cache) -> list[str]:
-    """Every text formatted: from ``cache`` where it has that text from this version and style, the others by one process.
+    """Every text formatted. Those that ``cache`` lacks, for this version and style, are formatted by one process.
 
     Raises KdgenError as ``clang_format_many``.
     """

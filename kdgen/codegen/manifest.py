@@ -1,4 +1,4 @@
-"""``manifest.json`` of a generated folder: the plan as plain data, what its texts were made from, and what the compiler said of them."""
+"""``manifest.json`` of a generated folder: the plan as plain data, hashes of templates and texts, and the resources that kernels need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANIFEST_SCHEMA = "kdgen.manifest/3"
 
 
 def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | None, clang_format: str) -> str:
-    """``manifest.json``: a plan as plain data, what its texts were made from, and what the compiler said of them."""
+    """The text of ``manifest.json``."""
     folder = templates_dir()
     names = sorted({kernel.template for plan in (generated.plan, *generated.plan.special) for kernel in plan.kernels})
     templates = {f"kernels/{name}": _sha256((folder / "kernels" / name).read_bytes()) for name in names}
@@ -38,7 +38,7 @@ def manifest_text(generated: Generated, kernel_resources: Mapping[str, Any] | No
 
 
 def differences(plan: Plan) -> dict[str, Any]:
-    """What the special plans of ``plan`` have otherwise, by family: the kernels, buffers and notes that are their own."""
+    """For each family, the kernels, buffers and notes of its special plan that ``plan`` lacks."""
     found: dict[str, Any] = {}
     for special in plan.special:
         names = ("kernels", "buffers", "notes")
@@ -50,7 +50,7 @@ def differences(plan: Plan) -> dict[str, Any]:
 
 
 def resources(cubins: Sequence[Cubin]) -> dict[str, Any]:
-    """The manifest's ``resources``: by architecture and kernel, with the NVRTC version they depend on."""
+    """The manifest's ``resources``, by architecture and kernel, with the NVRTC version that gave them."""
     names = ("registers", "static_smem", "dynamic_smem", "stack", "spill_stores", "spill_loads")
     archs: dict[str, dict[str, dict[str, int]]] = {arch: {} for arch in sorted({cubin.arch for cubin in cubins})}
     for cubin in cubins:
@@ -59,7 +59,7 @@ def resources(cubins: Sequence[Cubin]) -> dict[str, Any]:
 
 
 def recorded_in(manifest: Path) -> dict[str, Any]:
-    """The manifest's top level as it is on disk; empty when it is missing or damaged, which the comparison of its text will say."""
+    """The manifest on disk; empty if it is missing or damaged, in which case the comparison of its text reports that."""
     try:
         found = json.loads(manifest.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -72,7 +72,7 @@ def is_resources(found: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _pretty(value: object, indent: int = 0) -> str:
-    """JSON with one line for whatever fits on it: a launch or a kernel's cost is easier to read, and to review, as one line."""
+    """JSON in which a value that fits on one line is one line, such as a launch or a cost. That is easier to read and review."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if len(flat) + indent <= 120 or not isinstance(value, (dict, list, tuple)):
         return flat

@@ -1,4 +1,4 @@
-"""The text of one kernel, with what a compiler and a launch need to know of it."""
+"""The text of one kernel, with the facts that a compiler and a launch need."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Source:
     text: str
     block: int
     smem: int
-    #: The text waits for the kernel before it by itself (``griddepcontrol_wait``), so a GPU may start it early.
+    #: The text calls ``griddepcontrol_wait``, so a GPU may start the kernel while the previous one runs.
     overlaps: bool = False
-    #: Blocks that a block's threads are divided among where a GPU has clusters; each has ``smem``.
+    #: Blocks of a cluster, among which a GPU with clusters divides a block's threads; each has ``smem`` bytes.
     cluster: int = 1
-    #: Parameters by name through which it reads or writes before it has waited, besides those that are ``__restrict__``.
+    #: Names of the parameters through which it reads or writes before its wait, besides those that are ``__restrict__``.
     early: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
-        """What is compiled, and what caches are keyed by: ``text`` with the comment at its top left empty, line by line.
+        """The text to compile, which is also the cache's key: ``text`` with empty lines instead of the comment at its top.
 
-        The comment names the spec and its hash. Another name, or another end token, changes neither of them in the machine code.
+        That comment has the spec's name and hash. Another name, or another end token, does not change the machine code.
         """
         top = re.match(r"(?://[^\n]*(?<!\\)\n)*", self.text)
         lines = top[0].count("\n") if top else 0

@@ -14,7 +14,7 @@ from kdgen.plan.ir import Family, Plan
 
 @dataclass(frozen=True)
 class Generated:
-    """The texts of one plan, by file name, and as sources for a compiler: those of every target family's plan, in its order."""
+    """The texts of one plan by file name, and for each target family the sources to compile, in the order of its plan."""
 
     plan: Plan
     texts: Mapping[str, str]
@@ -25,9 +25,9 @@ class Generated:
 
 
 def generate(plan: Plan) -> Generated:
-    """Render ``plan`` and the special plans in it: a kernel that one of those has of its own is called ``<name>_<family>.cu``.
+    """Render ``plan`` and the special plans in it. A kernel that only a special plan has, or has otherwise, is ``<name>_<family>.cu``.
 
-    Raises KdgenError naming template and kernel when a template does not fit its parameters.
+    Raises KdgenError, with template and kernel, when a template does not fit its context.
     """
     rendered = {each.kernel.name: each for each in render(plan)}
     texts = {f"{name}.cu": each.text for name, each in rendered.items()}

@@ -1,1 +1,1 @@
-"""Drafters propose tokens; the target decides. ``base`` says what a proposal is, the other modules hold one drafter each."""
+"""Drafters propose tokens, and the target model accepts or rejects them. ``base`` defines proposals; each other module holds a drafter."""

@@ -1,5 +1,5 @@
-"""What a drafter gives: for each depth below the root, candidate tokens with log-probabilities, or a whole row of logits, or neither,
-where the drafter runs on the device."""
+"""What a drafter proposes: for each depth below the root, candidate tokens with log-probabilities or a row of logits; or, if it runs on
+the device, how the device is to draft."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of each depth, best first: ``tokens`` int32 and ``log_probs`` float32, both [depths, width].
+    """Candidates of each depth, most probable first: ``tokens`` int32 and ``log_probs`` float32, both [depths, width].
 
-    A log-probability of -inf marks a place with no candidate.
+    Where the log-probability is -inf, there is no candidate.
     """
 
     tokens: NDArray[np.int32]
@@ -38,7 +38,7 @@ class DraftLogits:
         return int(self.logits.shape[0])
 
     def log_probs(self, width: int) -> NDArray[np.float32]:
-        """Of each depth's ``width`` most probable tokens, float32 [depths, width], best first."""
+        """The log-probabilities of each depth's ``width`` most probable tokens, float32 [depths, width], largest first."""
         ranked: NDArray[np.float64] = -np.sort(-self.logits.astype(np.float64), axis=1)
         log_sum = ranked[:, :1] + np.log(np.exp(ranked - ranked[:, :1]).sum(axis=1, keepdims=True))
         best: NDArray[np.float32] = (ranked[:, :width] - log_sum).astype(np.float32)
@@ -47,9 +47,9 @@ class DraftLogits:
 
 @dataclass(frozen=True)
 class DeviceDraftRequest:
-    """The model's own drafter proposes, on the device: ``depths`` depths, from one pass over a block of ``block_size`` rows.
+    """A draft by the model's own drafter on the device: ``depths`` depths, from one pass over a block of ``block_size`` rows.
 
-    ``width`` bounds the candidates of a depth; 0 leaves them to the tree's budget, and 1 makes the tree a chain.
+    ``width`` is the most candidates of a depth; with 0 only the tree's budget limits them, and with 1 the tree is a chain.
     """
 
     depths: int
@@ -61,31 +61,31 @@ Proposal = Candidates | DraftLogits | DeviceDraftRequest
 
 
 class Drafter(Protocol):
-    """Proposes what may follow ``context``, whose last token is the root."""
+    """Proposes tokens that may follow ``context``, whose last token is the root."""
 
     name: str
 
     def propose(self, context: Sequence[int], depths: int) -> Proposal:
-        """A proposal of at most ``depths`` depths; fewer, or none, when the drafter has nothing to say."""
+        """A proposal of at most ``depths`` depths, or fewer, or none."""
 
 
 class DeviceDrafter(ABC):
-    """A drafter whose network runs on the device, in the target's own steps, so that the host need not wait for it."""
+    """A drafter that runs on the device, in the target's steps, so that the host need not wait for it."""
 
     name: str
 
     @abstractmethod
     def propose(self, context: Sequence[int], depths: int) -> DeviceDraftRequest:
-        """What the device is to propose. It knows the context itself."""
+        """How the device is to draft. ``context`` is already on the device."""
 
 
 def nothing() -> Candidates:
-    """No candidates: the step gives one token, as plain decoding does."""
+    """A proposal without candidates: the step gives one token, as in plain decoding."""
     return Candidates(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32))
 
 
 def from_lists(rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
-    """Candidates from (token, probability) lists, one a depth; sorted best first, lower ids first on ties."""
+    """Candidates from lists of (token, probability), one for each depth. Sorts by probability, and equal ones by id."""
     width = max((len(row) for row in rows), default=1)
     tokens = np.zeros((len(rows), width), np.int32)
     log_probs = np.full((len(rows), width), -np.inf, np.float32)

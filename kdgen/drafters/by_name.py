@@ -1,4 +1,4 @@
-"""Every drafter by its name, in one place."""
+"""The registry of drafters by name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kdgen.drafters.ngram import NgramDrafter
 from kdgen.drafters.synthetic import AdversarialDrafter, RandomDrafter, ReplayDrafter
 from kdgen.errors import KdgenError
 
-#: Drafters that users have; the others are made for tests.
+#: Drafters for users; the others are for tests.
 OF_USERS = ("ngram", "dflash")
 NAMES = (*OF_USERS, "replay", "random", "adversarial")
 
 
 @dataclass(frozen=True)
 class Making:
-    """What drafters are made from. ``truth`` is the text that plain decoding gives, which replay and adversarial know; replay is wrong with
-    probability ``error_rate`` at each token. ``block_size`` and ``chain`` are DFlash's."""
+    """Arguments of drafters. ``truth`` has the tokens that plain decoding gives, for replay and adversarial; replay proposes a wrong token
+    with probability ``error_rate``. ``block_size`` and ``chain`` are DFlash's."""
 
     vocab_size: int
     truth: Sequence[int] = ()
@@ -30,7 +30,7 @@ class Making:
 
 
 def drafter_called(name: str, making: Making) -> Drafter:
-    """The drafter of that name. Raises KdgenError where there is none."""
+    """The drafter called ``name``. Raises KdgenError for an unknown name."""
     if name == "ngram":
         return NgramDrafter()
     if name == "dflash":
@@ -41,4 +41,4 @@ def drafter_called(name: str, making: Making) -> Drafter:
         return RandomDrafter(making.vocab_size, making.seed)
     if name == "adversarial":
         return AdversarialDrafter(making.truth, making.vocab_size, seed=making.seed)
-    raise KdgenError(f"no drafter is called {name!r}; there are {', '.join(NAMES)}")
+    raise KdgenError(f"unknown drafter {name!r}; there are {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""The model's DFlash drafter (arXiv 2602.06036), which runs on the device beside its target; see ``kdgen.plan.draft_step``."""
+"""The model's DFlash drafter (arXiv 2602.06036). It runs on the device, in its target's steps; see ``kdgen.plan.draft_step``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kdgen.drafters.base import DeviceDrafter, DeviceDraftRequest
 
 
 class DFlashDrafter(DeviceDrafter):
-    """Asks the engine's drafter for a block of ``block_size`` rows, at most as many as it was trained for.
+    """Requests a draft of a block of ``block_size`` rows, at most as many as the drafter was trained for.
 
-    With ``chain`` a draft is the most probable token of each depth, as the DFlash paper has it, and no tree.
+    With ``chain``, a draft is the most probable token of each depth, as in the DFlash paper, instead of a tree.
     """
 
     name = "dflash"

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where they stood before (Saxena, "Prompt Lookup Decoding", 2023)."""
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the last tokens (Saxena, "Prompt Lookup Decoding", 2023)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kdgen.drafters.base import Candidates, from_lists, nothing
 
 
 class NgramDrafter:
-    """Looks for the longest suffix of at most ``longest`` tokens that occurs earlier, and proposes what followed it there.
+    """Searches for the longest suffix of at most ``longest`` tokens that occurs earlier, and proposes the tokens that followed it there.
 
-    Where the suffix occurs several times, the most recent ``matches`` occurrences vote, later ones more.
+    If the suffix occurs several times, the last ``matches`` occurrences vote, and later ones have more weight.
     """
 
     name = "ngram"

@@ -1,4 +1,4 @@
-"""Drafters for tests and demonstrations. Two of them are told the target's true continuation; none of them can change it."""
+"""Drafters for tests. Two of them get the target's true continuation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kdgen.plan.ir import MAX_PATH
 
 
 def _generator(seed: int, position: int) -> np.random.Generator:
-    """Noise as a function of seed and position, so that a run can be repeated from any round."""
+    """A generator that depends only on seed and position, so that a run can be repeated from any round."""
     return np.random.Generator(np.random.Philox(key=seed, counter=position))
 
 
 def wide_candidates(vocab_size: int, nodes: int) -> Candidates:
-    """Candidates drawn at random whose tree has ``nodes`` nodes below the root, some deep and some wide; to measure steps with."""
+    """Random candidates whose tree has ``nodes`` nodes below the root, both deep and wide. They are for measuring steps."""
     rng = np.random.default_rng(0)
     depths, width = MAX_PATH // 2 - 1, min(vocab_size, max(8, (nodes + 1) // 4))
     tokens = np.stack([rng.choice(vocab_size, width, replace=False) for _ in range(depths)]).astype(np.int32)
     log_probs = -np.sort(rng.exponential(1.0, (depths, width)).astype(np.float32), axis=1)
-    return Candidates(tokens[:nodes], log_probs[:nodes])  # no tree is deeper than that
+    return Candidates(tokens[:nodes], log_probs[:nodes])  # a tree cannot be deeper than its number of nodes
 
 
 class RandomDrafter:
-    """Draft logits drawn at random: a drafter that knows nothing, and the only one here that uses the device's top-k."""
+    """Random draft logits. It is the only drafter here that uses the device's top-k."""
 
     name = "random"
 
@@ -41,15 +41,15 @@ class RandomDrafter:
 class ReplayDrafter:
     """Proposes the true continuation, wrong at each position with probability ``error_rate``.
 
-    ``truth`` is prompt and continuation. It knows how often it errs: the first choice has probability 1 - error_rate, the second
-    (the true token where the first is wrong, so that a tree may still hold it) error_rate.
+    ``truth`` is prompt and continuation. The first choice has probability 1 - error_rate. The second choice has probability error_rate; it
+    is the true token if the first one is wrong, so that a tree may still hold it.
     """
 
     name = "replay"
 
     def __init__(self, truth: Sequence[int], vocab_size: int, error_rate: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= error_rate <= 1:  # NaN is no rate either
-            raise KdgenError(f"an error rate of {error_rate} is none: it must be between 0 and 1")
+        if not 0 <= error_rate <= 1:  # also false for NaN
+            raise KdgenError(f"the error rate is {error_rate}; it must be between 0 and 1")
         self.truth, self.vocab_size, self.error_rate, self.seed = tuple(truth), vocab_size, error_rate, seed
 
     def propose(self, context: Sequence[int], depths: int) -> Candidates:
@@ -64,7 +64,7 @@ class ReplayDrafter:
 
 
 class AdversarialDrafter:
-    """Always wrong: at every depth it proposes tokens that the target will not choose. ``truth`` is prompt and continuation."""
+    """Proposes at every depth only tokens that the target will not choose. ``truth`` is prompt and continuation."""
 
     name = "adversarial"
 

@@ -210,7 +210,7 @@ def test_check_compares_resources_only_with_the_recorded_nvrtc(built: Path, cach
 
     monkeypatch.setattr(building, "nvrtc_version", lambda: "13.9 (wheel 13.9.1)")
     report = check(TINY, ARCH, built.parent, cache=cache)
-    assert not report.differences and "NVRTC is 13.9 (wheel 13.9.1), the manifest records 13" in report.notes[0]
+    assert not report.differences and "NVRTC is 13.9 (wheel 13.9.1), but the manifest records 13" in report.notes[0]
 
 
 def test_check_says_which_architectures_are_not_recorded(built: Path, cache: Cache) -> None:
@@ -221,7 +221,7 @@ def test_check_says_which_architectures_are_not_recorded(built: Path, cache: Cac
 def test_check_with_another_clang_format_compares_what_it_formatted(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "clang_format_version", lambda: "99.0")
     report = texts_differ(built)
-    assert not report.differences and report.notes[0].startswith("formatted with clang-format 99.0, the manifest records ")
+    assert not report.differences and report.notes[0].startswith("formatted with clang-format 99.0, but the manifest records ")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_files_names_and_dtypes(tmp_path: Path) -> None:
     everything = [plan.directory for plan in plans_for([])]
     assert everything == [*sorted(path.stem for path in specs_dir().glob("*.yaml")), "tiny-f32", "tiny2-f32", "tiny-dflash-f32"]
     spec.write_text(specs_dir().joinpath("tiny2.yaml").read_text().replace("name: tiny2", "name: tiny"))
-    with pytest.raises(KdgenError, match="another spec is called tiny"):
+    with pytest.raises(KdgenError, match="another spec is also called tiny"):
         plans_for(["tiny", str(spec)])
 
 

@@ -177,7 +177,7 @@ def test_too_much_shared_memory_for_the_architecture() -> None:
 
 
 def test_a_text_without_a_kernel() -> None:
-    with pytest.raises(CompileError, match="0 kernels in the text"):
+    with pytest.raises(CompileError, match="the text has 0 kernels instead of 1"):
         compile_cubin(Source("nothing", "// nothing\n", 128, 0), "sm_90a", INCLUDE)
 
 

@@ -35,7 +35,7 @@ def test_broken_copies_are_found_in_code_alone() -> None:
 
 
 def test_what_is_no_cubin_is_refused() -> None:
-    with pytest.raises(ValueError, match="no little-endian"):
+    with pytest.raises(ValueError, match="not a little-endian"):
         has_broken_copies(b"PTX")
 
 
