@@ -34,7 +34,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * c - b * s, b * c + a * s], -1)
 
 
-class Drafter:
+class TorchDrafter:
     """The drafter of ``draft`` over ``parameters``, with its target's ``embedding`` and ``head`` [V, hidden], which are not trained."""
 
     def __init__(self, draft: DraftSpec, parameters: Parameters, embedding: Tensor, head: Tensor, positions: int) -> None:

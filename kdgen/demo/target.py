@@ -85,7 +85,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
 
 
-class Target:
+class TorchTarget:
     """The model of ``spec`` over ``parameters``."""
 
     def __init__(self, spec: Spec, parameters: Parameters) -> None:
@@ -156,7 +156,7 @@ class Target:
 
 
 @torch.no_grad()
-def generate(target: Target, prompts: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
+def generate(target: TorchTarget, prompts: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
     """[B, P + new_tokens]: prompts [B, P] and what the target says after them."""
     generator = torch.Generator(prompts.device).manual_seed(seed)
     tokens, step = prompts, prompts

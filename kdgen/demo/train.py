@@ -38,9 +38,9 @@ from kdgen.demo import corpus
 from kdgen.demo import drafter as drafters
 from kdgen.demo import target as targets
 from kdgen.demo.curve import write_curve
-from kdgen.demo.drafter import Drafter
+from kdgen.demo.drafter import TorchDrafter
 from kdgen.demo.prompts import write_prompts
-from kdgen.demo.target import Parameters, Target
+from kdgen.demo.target import Parameters, TorchTarget
 from kdgen.demo.tokenizer import tokenizer_json
 from kdgen.errors import KdgenError
 from kdgen.spec.drafter import DraftSpec, no_drafter
@@ -165,11 +165,11 @@ def autocast(settings: Settings) -> torch.autocast:
     return torch.autocast(settings.device, torch.bfloat16, enabled=settings.device != "cpu")
 
 
-def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> Target:
+def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> TorchTarget:
     """Next-token prediction of the corpus."""
     parameters = {key: value.to(settings.device) for key, value in targets.initial(spec, settings.seed).items()}
     run = Run("target", parameters, targets.trained(parameters), settings.steps, settings)
-    target, loads = Target(spec, parameters), []
+    target, loads = TorchTarget(spec, parameters), []
 
     def loss_of(step: int) -> Tensor:
         nonlocal loads
@@ -181,10 +181,10 @@ def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> Target:
 
     run.train(loss_of, lambda: targets.balance(spec, parameters, loads, settings.balance_speed))
     rounded = {key: value.detach().bfloat16().float() if key in run.trained else value for key, value in parameters.items()}
-    return Target(spec, rounded)  # as it is exported: the drafter learns from that
+    return TorchTarget(spec, rounded)  # as it is exported: the drafter learns from that
 
 
-def own_text(target: Target, text: corpus.Text, settings: Settings) -> Tensor:
+def own_text(target: TorchTarget, text: corpus.Text, settings: Settings) -> Tensor:
     """What the target says after prompts of the corpus [own_text, length], one half greedily, one half drawn at temperature 0.7."""
     parts, each = [], min(2048, max(1, settings.own_text // 2))
     for part in range(-(-settings.own_text // each)):
@@ -196,11 +196,11 @@ def own_text(target: Target, text: corpus.Text, settings: Settings) -> Tensor:
     return torch.cat(parts)
 
 
-def train_drafter(draft: DraftSpec, target: Target, text: corpus.Text, settings: Settings) -> Parameters:
+def train_drafter(draft: DraftSpec, target: TorchTarget, text: corpus.Text, settings: Settings) -> Parameters:
     """Blocks behind random anchors: a third of the steps in the corpus, the rest in the target's own text."""
     parameters = {key: value.to(settings.device) for key, value in drafters.initial(draft, settings.seed + 2).items()}
     run = Run("drafter", parameters, parameters, settings.draft_steps, settings)
-    model = Drafter(draft, parameters, target.p["model.embed_tokens.weight"], target.p["lm_head.weight"], settings.length)
+    model = TorchDrafter(draft, parameters, target.p["model.embed_tokens.weight"], target.p["lm_head.weight"], settings.length)
     written: Tensor | None = None
     depths = settings.depth_decay ** torch.arange(draft.block_size - 1, device=settings.device)
 
@@ -236,7 +236,7 @@ def train_drafter(draft: DraftSpec, target: Target, text: corpus.Text, settings:
 # ---- export -------------------------------------------------------------------------------------------------------------
 
 
-def export(spec: Spec, target: Target, parameters: Parameters, text: corpus.Text, settings: Settings) -> None:
+def export(spec: Spec, target: TorchTarget, parameters: Parameters, text: corpus.Text, settings: Settings) -> None:
     """The published folders, the held-out prompts, and the curve."""
     draft, plain = spec.draft, spec.with_draft(None).model_copy(update={"quantization": None})
     assert draft is not None
@@ -268,7 +268,7 @@ def _folder(folder: Path, config: dict[str, object], tensors: dict[str, Tensor])
 
 
 @torch.no_grad()
-def held_out_loss(target: Target, text: corpus.Text, settings: Settings) -> float:
+def held_out_loss(target: TorchTarget, text: corpus.Text, settings: Settings) -> float:
     """Nats a byte over held-out files."""
     tokens = corpus.stream(text.held_out)
     total = 0.0

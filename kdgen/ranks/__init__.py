@@ -1,1 +1,1 @@
-"""Processes that share a model: how they meet and exchange, and how they are started."""
+"""Ranks, processes that share a model: how they start, connect, exchange data and end."""

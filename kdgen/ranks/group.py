@@ -1,13 +1,13 @@
-"""Ranks: the processes that run one model together, how each finds its place, and how they hear of each other's end.
+"""The connections between ranks, the processes that run one model together, and how each learns that another has failed.
 
-Every rank runs the same program with its part of the model, so that all come to the same tokens; what they exchange while they decode
-goes through their backends. The connections here are for what comes before (who is where, handles) and for failures: a rank that
-fails or dies is known to all others at once, and none outlives it by more than a few seconds.
+Every rank runs the same program with its part of the model, so all get the same tokens. Data of a decode go through the backends. The
+connections here serve the exchange of addresses and options before that, and failures: if a rank fails or dies, all others learn it at
+once, and end within a few seconds.
 
 No library does this for us. mpi4py needs an MPI installation, and whether a lost rank is noticed depends on that and its launcher. pyzmq
-reports a lost peer in time, through its monitor socket and heartbeats, but would replace only our frames and heartbeats: the meeting, the
-reason of a failure, and the end of a process that hangs in a driver would still be ours. NCCL has no ranks without GPUs, and its ranks must
-have met before. The store of torch.distributed would do, and needs torch.
+reports a lost peer in time, through its monitor socket and heartbeats, but would replace only the frames and heartbeats here; connecting
+the ranks, the reason of a failure, and the end of a process that hangs in a driver would remain. NCCL has no ranks without GPUs, and its
+ranks must be able to exchange an id first. The store of torch.distributed would do, but needs torch.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from kdgen.errors import BackendError, KdgenError
 from kdgen.ranks.place import Place
 from kdgen.ranks.sockets import listener, receive, send
 
-NOTICE_SECONDS = 5.0  #: after which they say what they wait for
-EXCHANGE_SECONDS = 600.0  #: and later, where a rank may have gigabytes to load first
-BEAT_SECONDS = 1.0  #: how often a rank tells the others that it is there
-QUIET_SECONDS = 8.0  #: after which one that tells nothing counts as lost
-GRACE_SECONDS = 3.0  #: how long a rank may take to end by itself once another one is lost
+NOTICE_SECONDS = 5.0  #: after which a starting rank says for whom it waits
+EXCHANGE_SECONDS = 600.0  #: timeout of an exchange, before which a rank may load gigabytes
+BEAT_SECONDS = 1.0  #: between a rank's heartbeats
+QUIET_SECONDS = 8.0  #: without a heartbeat, after which a rank counts as lost
+GRACE_SECONDS = 3.0  #: for a rank to end by itself after another one is lost
 
 
 class Group:
-    """The connections of one rank to the others. Use it as a context: leaving it by an exception tells the others why.
+    """The connections of one rank to the others. Use it as a context: if the block raises, the others get the reason.
 
-    Joining raises KdgenError when the others do not come, or run another kdgen or job.
+    Creating it raises KdgenError when other ranks do not connect, or run another version of kdgen or another job.
     """
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.rank, self.ranks = place.rank, place.ranks
         self.lost = ""  #: why the job cannot go on; empty while it can
-        self.left: set[int] = set()  #: ranks that have done their part; only rank 0 knows of all
+        self.left: set[int] = set()  #: ranks that have finished; complete only on rank 0
         self._closed = False
         self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._peers: dict[int, _Peer] = {}  # of rank 0 all others, of others rank 0
+        self._peers: dict[int, _Peer] = {}  # rank 0 has all others, the others have rank 0
         if place.parent:
             _go_on_without_parent()
         wait = _Wait(place)
@@ -76,7 +76,7 @@ class Group:
             return found
         except (OSError, ValueError) as error:
             deadline = time.monotonic() + BEAT_SECONDS
-            while not self.lost and time.monotonic() < deadline:  # the reason comes on another connection, maybe later
+            while not self.lost and time.monotonic() < deadline:  # the reason arrives on another connection, perhaps later
                 time.sleep(0.01)
             self.check()
             raise BackendError(f"rank {self.rank} lost its connection to the other ranks: {error}") from error
@@ -87,8 +87,8 @@ class Group:
         return {int(key): float(value) for key, value in found}
 
     def need_same(self, given: Mapping[str, object]) -> None:
-        """Raises BackendError, naming the keys, unless every rank gives the same: ranks that do other things wait for each other for
-        ever, or add up what does not belong together. Values are compared as they print."""
+        """Raises BackendError, with the keys, unless every rank gives the same values. Ranks with different options would wait for each
+        other for ever, or add unrelated values. Values are compared by their repr."""
         mine = {key: repr(value) for key, value in given.items()}
         others = [json.loads(each) for each in self.exchange(json.dumps(mine).encode())]
         keys = [key for key in others[0] if any(each.get(key) != others[0][key] for each in others)]
@@ -108,7 +108,7 @@ class Group:
         self.close(_problem(self.rank, kind, error) if kind is not None and not self.lost else "")
 
     def close(self, problem: str = "") -> None:
-        """Leave; with a ``problem``, which the others are told, the job ends for all."""
+        """Disconnect. A ``problem`` is sent to the other ranks, and ends the job for all."""
         with self._lock:
             if self._closed:
                 return
@@ -119,7 +119,7 @@ class Group:
                 with contextlib.suppress(OSError):
                     each.close()
 
-    # ---- meeting ----------------------------------------------------------------------------------------------------
+    # ---- connecting -------------------------------------------------------------------------------------------------
 
     def _accept(self, wait: _Wait) -> None:
         place = self.place
@@ -135,7 +135,9 @@ class Group:
                 missing = named(sorted(set(range(1, self.ranks)) - {rank for rank, _ in waiting}))
                 wait.say(f"{missing} at {place.host} port {place.port}")
                 if wait.over:
-                    raise KdgenError(f"{missing} of {self.ranks} did not come in {place.seconds:.0f} s; KDGEN_JOIN_SECONDS gives them more")
+                    raise KdgenError(
+                        f"{missing} of {self.ranks} did not connect within {place.seconds:.0f} s; KDGEN_JOIN_SECONDS sets a longer time"
+                    )
                 server.settimeout(0.2)
                 try:
                     connection, _ = server.accept()
@@ -144,7 +146,7 @@ class Group:
                 connection.settimeout(5.0)
                 try:
                     rank, kind = self._greeted(connection)
-                except (OSError, ValueError):  # no rank of ours
+                except (OSError, ValueError):  # not a rank of this job
                     connection.close()
                     continue
                 waiting[rank, kind] = connection
@@ -179,9 +181,9 @@ class Group:
                     wait.say(f"rank 0 at {where}")
                     if wait.over:
                         why = (error.strerror if isinstance(error, OSError) else None) or error
-                        hint = "MASTER_ADDR names its host, KDGEN_JOIN_SECONDS gives it more"
+                        hint = "MASTER_ADDR names its host, KDGEN_JOIN_SECONDS sets a longer time"
                         raise KdgenError(
-                            f"rank {self.rank} could not reach rank 0 at {where} in {self.place.seconds:.0f} s: {why}; {hint}"
+                            f"rank {self.rank} could not reach rank 0 at {where} within {self.place.seconds:.0f} s: {why}; {hint}"
                         ) from None
                     time.sleep(0.05)
             if refusal:
@@ -193,7 +195,7 @@ class Group:
     # ---- ends -------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait for news on the life lines; a failure is passed on, and ends this process if it does not end by itself."""
+        """Read the life connections. Report a failure to all ranks, and end this process if it does not end by itself."""
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._peers.items():
                 with contextlib.suppress(OSError, ValueError):
@@ -201,7 +203,7 @@ class Group:
             pulse = _Pulse(self._peers, time.monotonic())
             while (selector.get_map() or self.place.parent) and not self._closed and not self.lost:
                 if self.place.parent and os.getppid() != self.place.parent:
-                    self.lost = "the process that started the ranks is gone"
+                    self.lost = "the process that started the ranks has ended"
                 for key, _ in selector.select(BEAT_SECONDS / 2):
                     if self._closed:
                         return
@@ -218,30 +220,30 @@ class Group:
                     for rank in pulse.ranks:
                         self._tell(self._peers[rank], b"here")
                 if not self.lost and (quiet := pulse.quiet(now)):
-                    self.lost = f"rank {quiet[0]} has not been heard of for {QUIET_SECONDS:.0f} s: it is stopped, or out of reach"
+                    self.lost = f"rank {quiet[0]} has sent nothing for {QUIET_SECONDS:.0f} s: it is stopped, or unreachable"
         if not self.lost:
             return
         for peer in self._peers.values():
             self._tell(peer, b"failed", self.lost)
             with contextlib.suppress(OSError):
-                peer.talk.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
+                peer.talk.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
         time.sleep(GRACE_SECONDS)
-        if not self._closed:  # stuck where no exception comes: in a driver, say
+        if not self._closed:  # it hangs where no exception reaches it, for example in a driver
             sys.stderr.write(f"kdgen: error: {self.lost}\n")
             sys.stderr.flush()
             os._exit(2)
 
     def _tell(self, peer: _Peer, kind: bytes, reason: str = "") -> None:
-        """A frame on a life line, whole, whichever thread sends another one."""
+        """Send a frame on a life connection, as a whole even if another thread also sends one."""
         with self._telling, contextlib.suppress(OSError):
             send(peer.life, [kind, reason.encode()])
 
     def _news(self, rank: int) -> str | None:
-        """What a life line says: None for a farewell, else why the job cannot go on; empty where it can."""
+        """Read a life connection: None if the rank has finished, otherwise why the job cannot go on, empty if it can."""
         try:
             kind, *reason = receive(self._peers[rank].life)
         except (OSError, ValueError):
-            return f"rank {rank} is gone"
+            return f"rank {rank} has ended"
         if kind in (b"bye", b"here"):
             return None if kind == b"bye" else ""
         said = reason[0].decode(errors="replace") if reason else ""
@@ -254,16 +256,16 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class _Wait:
-    """How long the start may take; who waits says so once, after a while."""
+    """The time limit of the start, and the message that a rank prints once while it waits."""
 
     def __init__(self, place: Place) -> None:
         self._place, self._began, self._said = place, time.monotonic(), False
 
     @property
     def over(self) -> bool:
-        """Raises KdgenError once the process that started the ranks is gone: nobody would end them."""
+        """Raises KdgenError when the process that started the ranks has ended, because nothing would end the ranks."""
         if self._place.parent and os.getppid() != self._place.parent:
-            raise KdgenError("the process that started the ranks is gone")
+            raise KdgenError("the process that started the ranks has ended")
         return time.monotonic() - self._began > self._place.seconds
 
     def say(self, what: str) -> None:
@@ -278,7 +280,7 @@ class _Wait:
 
 
 class _Pulse:
-    """When each of some ranks was last heard of, and when to tell them that this one is here."""
+    """When each rank's last heartbeat arrived, and when to send the next one."""
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._heard = dict.fromkeys(ranks, now)
@@ -295,14 +297,14 @@ class _Pulse:
         del self._heard[rank]
 
     def beats(self, now: float) -> bool:
-        """Whether it is time to be heard again."""
+        """Whether it is time for the next heartbeat."""
         if now - self._beat < BEAT_SECONDS:
             return False
         self._beat = now
         return True
 
     def quiet(self, now: float) -> list[int]:
-        """Ranks that were silent for too long. Call it often: time in which this process did not run itself counts for nobody."""
+        """Ranks that were silent for too long. Call it often: time during which this process itself was stopped does not count."""
         stopped = now - self._looked > 2 * BEAT_SECONDS
         self._looked = now
         if stopped:
@@ -311,7 +313,7 @@ class _Pulse:
 
 
 def _problem(rank: int, kind: type[BaseException], error: BaseException | None) -> str:
-    """What other ranks are told of the exception that ends this one."""
+    """The reason that other ranks get for the exception that ends this rank."""
     if issubclass(kind, KeyboardInterrupt):
         return f"rank {rank} was interrupted"
     if isinstance(error, SystemExit) and (name := signal_of(error.code)):
@@ -320,21 +322,21 @@ def _problem(rank: int, kind: type[BaseException], error: BaseException | None) 
 
 
 def signal_of(code: object) -> str:
-    """The name of the signal by which a process with this exit code has ended, whether it was killed or ended in order; else empty."""
+    """The name of the signal that ended a process with this exit code, by killing it or by an orderly end; empty if none did."""
     number = 0 if not isinstance(code, int) else -code if code < 0 else code - 128
     return next((each.name for each in signal.Signals if each == number), "")
 
 
 @dataclass(frozen=True)
 class _Peer:
-    """Two connections to another rank: one for exchanges, one that only says how it ends."""
+    """Two connections to another rank: ``talk`` for exchanges, ``life`` for heartbeats and the reason of its end."""
 
     talk: socket.socket
     life: socket.socket
 
 
 def _go_on_without_parent() -> None:
-    """Have the system send SIGCONT once the process that started this one is gone: a stopped rank would not notice, and be left."""
+    """Let the system send SIGCONT when the process that started this one ends, because a stopped rank would otherwise remain."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT))
@@ -342,7 +344,7 @@ def _go_on_without_parent() -> None:
 
 @contextlib.contextmanager
 def joined(place: Place | None) -> Iterator[Group | None]:
-    """The group at ``place`` while the block runs; None, and nothing done, for a process by itself."""
+    """The group at ``place`` while the block runs; None without other ranks."""
     if place is None:
         yield None
         return

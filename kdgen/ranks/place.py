@@ -1,4 +1,4 @@
-"""Which rank this process is, and where the ranks meet: what torchrun, mpirun, srun or kdgen itself say in the environment."""
+"""The rank of this process and the address of rank 0, from environment variables of torchrun, mpirun, srun or kdgen itself."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from kdgen.errors import KdgenError
 
-JOIN_SECONDS = 120.0  #: how long ranks wait for each other at the start, where KDGEN_JOIN_SECONDS does not say otherwise
+JOIN_SECONDS = 120.0  #: for which ranks wait for each other at the start, unless KDGEN_JOIN_SECONDS is set
 DEFAULT_PORT = 29611
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among the ranks. ``host`` and ``port`` are where rank 0 listens, ``token`` is the job's.
+    """A process's rank, and how to reach rank 0: it listens on ``host`` and ``port``, and ``token`` identifies the job.
 
-    ``parent`` is the process that has started the ranks and must not end before them; 0: whoever did sees to them itself. ``seconds``
-    is how long ranks wait for each other at the start.
+    ``parent`` is the process that started the ranks, which end when it ends; 0 if another launcher takes care of that. ``seconds`` is the
+    time for which ranks wait for each other at the start.
     """
 
     rank: int
@@ -31,9 +31,9 @@ class Place:
 
 
 def place_in(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process: torchrun's variables, Open MPI's, MPICH's or Slurm's; None when there is no other rank.
+    """This process's place by the variables of torchrun, Open MPI, MPICH or Slurm; None if there is no other rank.
 
-    Raises KdgenError for variables that are no numbers, contradict each other or are half of a launcher's, or where rank 0 cannot be found.
+    Raises KdgenError when a variable is not a number, variables contradict each other or one is missing, or rank 0's host is unknown.
     """
     launcher = next((each for each in _LAUNCHERS if each.rank in environment and each.ranks in environment), None)
     if launcher is None:
@@ -53,12 +53,10 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
     if "KDGEN_PORT" in environment:
         port = _number(environment, "KDGEN_PORT")
     elif "MASTER_PORT" in environment:
-        port = _number(environment, "MASTER_PORT") + 1  # torchrun listens on its own
+        port = _number(environment, "MASTER_PORT") + 1  # torchrun itself listens on MASTER_PORT
     else:
         job = job or ".".join(environment[name] for name in launcher.job if name in environment)
-        port = (
-            DEFAULT_PORT + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 3000
-        )  # of nothing 0; below the ports that systems give out
+        port = DEFAULT_PORT + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 3000  # offset 0 without a job; below the ephemeral ports
     if not 0 < port < 65536:
         raise KdgenError(f"port {port} for the ranks' connections does not exist: set KDGEN_PORT")
     parent = _number(environment, "KDGEN_PARENT") if "KDGEN_PARENT" in environment else 0
@@ -70,8 +68,8 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of environment variables: a process's rank and their number, the same two of those on its host, and what tells its job from
-    others that the host may run at the same time. A launcher without one of the last has an empty name."""
+    """Names of environment variables: a process's rank and the number of ranks, the same two on its host, and those that identify the job
+    among others on the host. A name is empty if the launcher has no such variable."""
 
     rank: str
     ranks: str
@@ -91,23 +89,23 @@ _LAUNCHERS = (
 
 
 def _local_rank(environment: Mapping[str, str], launcher: _Launcher, rank: int) -> int:
-    """The rank on its host by ``launcher``, or by another that has given this process the same place among as many, as Slurm has where it
-    speaks PMI or a script has set RANK from its variables; ``rank`` where none says."""
+    """The rank on its host, from ``launcher`` or from another launcher's variables if they have the same rank and number of ranks. That is
+    so if Slurm uses PMI, or if a script sets RANK from Slurm's variables. ``rank`` if no variable has it."""
     place = (environment[launcher.rank], environment[launcher.ranks])
     same = [each for each in _LAUNCHERS if (environment.get(each.rank), environment.get(each.ranks)) == place]
     return next((_number(environment, each.local_rank) for each in (launcher, *same) if each.local_rank in environment), rank)
 
 
 def _on_one_host(environment: Mapping[str, str], launcher: _Launcher, ranks: int) -> bool:
-    """By the number of ranks here, where ``launcher`` gives it; else by Slurm's nodes, a step's before its whole job's."""
+    """Whether all ranks are on this host: by ``launcher``'s number of ranks here, otherwise by Slurm's number of nodes."""
     if launcher.local_ranks in environment:
         return _number(environment, launcher.local_ranks) == ranks
     return environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1"
 
 
 def _need_no_half(environment: Mapping[str, str]) -> None:
-    """Raises KdgenError when there is a rank without their number, or the other way round. Slurm gives a batch script, which is no step
-    of several tasks, a rank alone."""
+    """Raises KdgenError when there is a rank without the number of ranks, or the other way round. In a batch script, which is not a step
+    of several tasks, Slurm sets only the rank."""
     for each in _LAUNCHERS:
         here, missing = (each.rank, each.ranks) if each.rank in environment else (each.ranks, each.rank)
         if here in environment and here != "SLURM_PROCID":
@@ -119,5 +117,5 @@ def _need_no_half(environment: Mapping[str, str]) -> None:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not (text.isascii() and text.isdecimal()) or len(text) > 12:
-        raise KdgenError(f"the environment variable {name} is {text!r}, no number")
+        raise KdgenError(f"the environment variable {name} is {text!r}, which is not a number")
     return int(text)

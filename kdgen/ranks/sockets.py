@@ -11,7 +11,7 @@ _MAX_FRAME = 1 << 24
 
 
 def listener(host: str, port: int, backlog: int) -> socket.socket:
-    """On this host alone where ``host`` is a name for it; else on all addresses, for others may know it by one of either version."""
+    """Listen only locally if ``host`` is a loopback address; otherwise on all addresses, IPv4 and IPv6, as other hosts may use either."""
     if host in ("127.0.0.1", "localhost"):
         return socket.create_server((host, port), backlog=backlog)
     if host == "::1" or not socket.has_dualstack_ipv6():
@@ -29,7 +29,7 @@ def send(connection: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 def receive(connection: socket.socket) -> list[bytes]:
-    """Raises OSError when the connection ends, ValueError for what is no frame."""
+    """Read a frame. Raises OSError when the connection ends, ValueError when the bytes are not a frame."""
     length = int.from_bytes(_exactly(connection, 4), "little")
     if length > _MAX_FRAME:
         raise ValueError("no frame of a rank")

@@ -1,6 +1,6 @@
-"""Start the ranks of one job on this host, and see to it that all of them end.
+"""Start the ranks of one job on this host, and make sure that all of them end.
 
-Every rank is a process that finds its place in torchrun's environment variables, as it would under any other launcher.
+Every rank is a process that reads its place from torchrun's environment variables, as under torchrun itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kdgen.errors import KdgenError
 from kdgen.files.resources import import_path
 from kdgen.ranks.group import signal_of
 
-#: Seconds that the other ranks have to end by themselves once one has failed, and again once they were asked to.
+#: Seconds for the other ranks to end by themselves after one has failed, and again after SIGTERM.
 PATIENCE = 4.0
-#: Seconds after which ranks that were interrupted with this process have ended.
+#: Seconds for ranks that were interrupted together with this process to end.
 HEARING = 1.0
 _POLL = 0.05
 
@@ -37,11 +37,11 @@ def run_ranks(
     command: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, *,
     given: bytes | None = None, output: IO[bytes] | None = None, errors: IO[bytes] | None = None,
 ) -> int:  # fmt: skip
-    """Run ``command`` once a rank and return the job's exit code, 0 when all ranks give 0.
+    """Run ``command`` in a process for each rank. Returns the job's exit code: 0 if all ranks return 0.
 
-    Rank 0 has ``given`` as its input, ``output`` as its stdout and ``errors`` as its stderr, or this process's own. What another rank
-    writes to stderr is kept, and goes to rank 0's when it is a traceback, or that rank has failed and rank 0 has not said why. Raises
-    KeyboardInterrupt once rank 0 has had the time to say how far it came. No rank is left when this returns or raises.
+    Rank 0 reads ``given`` as its stdin, and writes to ``output`` and ``errors``, by default this process's own. The stderr of other ranks
+    is kept. It is copied to rank 0's if it holds a traceback, or if that rank failed and rank 0 has not reported why. Raises
+    KeyboardInterrupt after rank 0 has had time to print statistics. No rank is running when this returns or raises.
     """
     shared = dict(os.environ if environment is None else environment)
     shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "KDGEN_PORT": str(_free_port()), "KDGEN_JOB": secrets.token_hex(8)}
@@ -69,7 +69,7 @@ def run_ranks(
                 raise KdgenError(f"rank {rank} cannot be started: {command[0]}: {error.strerror or error}") from error
         try:
             failed = _first_failure(processes)
-        except KeyboardInterrupt:  # of a terminal all ranks hear, of a signal this process alone
+        except KeyboardInterrupt:  # a terminal's Ctrl-C reaches all ranks, a signal only this process
             if not _wait_for(processes, HEARING):
                 processes[0].send_signal(signal.SIGINT)
                 _wait_for(processes, PATIENCE)
@@ -77,14 +77,14 @@ def run_ranks(
         if failed is None:
             return 0
         _wait_for(processes, PATIENCE)
-        # ranks that a lost one took with them end with 2, too; the first to go knows why
+        # ranks that end because of a lost one also return 2; the first rank to end has the reason
         code, stderr = processes[failed].returncode, errors or sys.stderr.buffer
         texts = [b"" if log is None else _whole(log) for log in said]
         if bug := next((text for text in texts if b"Traceback" in text), b""):
-            stderr.write(bug)  # a rank by itself knows where it is
-        elif code != 2 or processes[0].returncode != 2:  # else rank 0 has made the same mistake, or was told why, and has said so
+            stderr.write(bug)  # only that rank knows where the bug is
+        elif code != 2 or processes[0].returncode != 2:  # otherwise rank 0 has reported it
             stderr.write(texts[failed])
-        # a rank that is interrupted says so, and one whose reader has enough has nothing to say
+        # an interrupted rank reports that itself, and a closed pipe is no failure
         if (name := signal_of(code)) and name not in ("SIGINT", "SIGPIPE"):
             stderr.write(f"kdgen: rank {failed} of {ranks} was ended by {name}\n".encode())
         stderr.flush()
@@ -97,7 +97,7 @@ def _whole(log: IO[bytes]) -> bytes:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until one rank has failed, and say which, or all have ended well."""
+    """Wait until one rank has failed, and return it, or until all have succeeded."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -120,14 +120,14 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> b
 
 @contextlib.contextmanager
 def _ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """When the block is left, however, every process has ended: asked to first, then made to."""
+    """End all processes when the block is left, also by an exception: by SIGTERM, and later by SIGKILL."""
     try:
         yield
     finally:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-                process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
+                process.send_signal(signal.SIGCONT)  # a stopped process would not handle SIGTERM
         if not _wait_for(processes, PATIENCE):
             for process in processes:
                 process.kill()
@@ -136,7 +136,7 @@ def _ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    """A port nobody listens on. Another process may take it before rank 0 does, which then says so."""
+    """A free port. If another process takes it before rank 0 does, rank 0 reports that."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -165,8 +165,8 @@ def test_what_is_exported_is_the_spec(trained: Path) -> None:
 def test_torch_computes_what_the_reference_does(trained: Path) -> None:
     import torch
 
-    from kdgen.demo.drafter import Drafter
-    from kdgen.demo.target import Target, generate, shapes
+    from kdgen.demo.drafter import TorchDrafter
+    from kdgen.demo.target import TorchTarget, generate, shapes
 
     spec, draft = load_spec("demo"), load_draft_config(trained / "drafter")
     plain, int4, drafter = (Checkpoint(trained / name) for name in ("model", "model-int4", "drafter"))
@@ -181,14 +181,14 @@ def test_torch_computes_what_the_reference_does(trained: Path) -> None:
         weights[name] = (
             torch.stack([tensor(plain[name.replace("experts.", f"experts.{e}.")]) for e in experts]) if stacked else tensor(plain[name])
         )
-    target, tokens = Target(spec, weights), list(TEXT)
+    target, tokens = TorchTarget(spec, weights), list(TEXT)
     forward = target.forward(torch.tensor([tokens]), draft.target_layer_ids)
     expected = ReferenceModel(json.loads((trained / "model-int4" / "config.json").read_text()), int4).forward(tokens)
     np.testing.assert_allclose(forward.logits[0], expected.logits, rtol=0, atol=1e-5)
     features = expected.features[list(draft.target_layer_ids)].swapaxes(0, 1).reshape(len(tokens), -1)
     np.testing.assert_allclose(forward.features[0], features, rtol=0, atol=1e-5)
 
-    model = Drafter(
+    model = TorchDrafter(
         draft, {key: tensor(drafter[key]) for key in drafter}, *(weights[f"{k}.weight"] for k in ("model.embed_tokens", "lm_head")), 64
     )
     anchors = torch.tensor([[5, 20]])
