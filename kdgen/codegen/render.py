@@ -20,6 +20,7 @@ from kdgen.codegen.format import clang_format_cached
 from kdgen.codegen.source import Source
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
+from kdgen.plan.cache_layout import TILE
 from kdgen.plan.ir import Kernel, Plan
 
 _COMPILED = ".jinja"  # suffix of cache entries that hold the Python code of a template
@@ -111,6 +112,12 @@ def parts_of(template: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def _context(kernel: Kernel) -> dict[str, object]:
+    """What a template may print: the kernel's parameters ``p``, its C++ ``signature``, the ``block`` (threads) and ``smem`` (bytes of
+    dynamic shared memory) that it is launched with, and ``cache_tile``, the slots and columns of a tile of the cache."""
+    return {"p": kernel.params, "signature": kernel.signature, "block": kernel.block, "smem": kernel.smem, "cache_tile": TILE}
+
+
 def render(plan: Plan) -> list[Rendered]:
     """The text of every kernel of ``plan``, clang-formatted, in the plan's order.
 
@@ -124,7 +131,7 @@ def render(plan: Plan) -> list[Rendered]:
         sha = plan.spec_sha256[:16]
         headers.append(HEADER.format(template=kernel.template, spec=plan.spec_name, sha=sha, command=command, lines=lines))
         try:
-            bodies.append(env.get_template(kernel.template).render(p=kernel.params, signature=kernel.signature))
+            bodies.append(env.get_template(kernel.template).render(_context(kernel)))
         except (jinja2.TemplateError, UnicodeDecodeError) as error:
             raise KdgenError(f"template {kernel.template}, kernel {kernel.name} of {plan.spec_name}: {error}") from error
     formatted = clang_format_cached(bodies, Cache.default())  # without headers, which name the spec, so that specs share cache entries

@@ -18,7 +18,7 @@ TOKEN_TILES = 4  # of 8 tokens: 32 tokens share one reading of the weights; more
 ROW_TILES_AT_ONCE = 4
 #: Tokens from which on a dense layer's inputs are loaded by lines. H200, a step of K2.6 cut to 5 layers, µs, by fragments or lines
 #: (2026-11-30): 1 row 1,444 or 1,459, 5 rows 2,059 or 2,044, 8 rows 2,568 or 2,527.
-LINES_FROM = 4
+MIN_TOKENS_FOR_LINES = 4
 CHUNK_STEPS = 4  # of 8 tokens' inputs that are loaded together: whole lines of 128 bytes
 CHUNKS_AHEAD = 3  # of them, on their way; with 2 or 4, or the loop over them unrolled, a step takes the same or 10 µs more
 ROUTER_CHUNKS_AHEAD = 4  # beside weights in registers; with 2 the layer takes the same, with 7 registers spill
@@ -104,6 +104,6 @@ def blocks_per_sm(warps: int) -> int:
     return min(12, 16 // warps)  # some targets hold 16 blocks
 
 
-def held_steps(steps: int, most: int) -> int:
+def register_steps(steps: int, most: int) -> int:
     """Whole rounds of a warp's ``steps`` of router weights, at most ``most`` of them in registers, 2 each."""
     return next(held for held in range(min(steps, most), 0, -1) if steps % held == 0)

@@ -105,7 +105,6 @@ class MlaAttentionMma:
     split: int
     blocks_per_sm: int
     scale: float
-    smem_comment: str
 
     @property
     def splits(self) -> Splits:
@@ -129,7 +128,6 @@ class MlaAttentionWgmma:
     slack: int
     act: CType
     tiled: bool
-    smem_comment: str
 
 
 def kv_a_stride(spec: Spec) -> int:
@@ -263,7 +261,6 @@ class MlaAttentionOp(Op):
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=every, group=wgmma_group(s),
                 max_items=max_work_items(s), schedule_bytes=schedule_bytes(s),
                 scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
-                smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
             )  # fmt: skip
             grid, early = (attention_blocks(self.c), Extent(head_tiles), ONE), ("schedules", "kv_cache")
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early, group=group)
@@ -277,7 +274,7 @@ class MlaAttentionOp(Op):
         smem = attention_smem(s)
         mma = MlaAttentionMma(
             name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, blocks_per_sm=2,
-            scale=s.softmax_scale, smem_comment=f"{smem} bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has",
+            scale=s.softmax_scale,
         )  # fmt: skip
         grid = (ROW_EXTENT, Extent(-(-heads // 16)), splits)
         return Kernel("mla_attention", "mla_attention_mma.cu.j2", mma, 128, grid, smem, cost, summary, group=group)

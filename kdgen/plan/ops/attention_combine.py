@@ -85,7 +85,6 @@ class CombineAndHeads(SameBits):
     block_tiles: int
     warp_tiles: int
     max_tokens: int
-    smem_comment: str
 
     @property
     def same_bits_as(self) -> tuple[str, ...]:
@@ -161,7 +160,6 @@ class CombineAndHeadsOp(Op):
             name=COMBINE_BESIDE, combine=combine.name, linear=many.name, heads=s.num_attention_heads, kv_lora=s.kv_lora_rank,
             splits=cast(Any, combine.params).splits, rows=layer.rows, ranges=linear.warps, range_steps=range_steps, block=warps * 32,
             cluster=cluster, block_tiles=tiles, warp_tiles=-(-tiles * linear.warps * cluster // warps), max_tokens=tokens,
-            smem_comment=f"{smem} bytes, of the 227 KiB that sm_90a has",
         )  # fmt: skip
         between = 2 * layer.batch * s.kv_lora_rank * self.c.mode.act_bytes  # what two kernels write and read
         cost = combine.cost + many.cost + Cost(bytes_per_row=-between)

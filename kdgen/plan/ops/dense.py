@@ -24,7 +24,7 @@ from kdgen.plan.tuning import (
     CHUNKS_AHEAD,
     GENERIC_TOKENS,
     HEAD_WARPS,
-    LINES_FROM,
+    MIN_TOKENS_FOR_LINES,
     ROW_TILES_AT_ONCE,
     TOKEN_TILES,
     WEIGHT_STEPS_IN_REGISTERS,
@@ -72,15 +72,15 @@ class LinearMma(Sender):
     y_batch_stride: int
     warps: int
     max_tokens: int
-    together: int
+    row_tiles_at_once: int
     stage_steps: int
     slots: int
     smem_comment: str
     blocks_per_sm: int
     chunk_steps: int
     chunks_ahead: int
-    lines_from: int
-    rows_are_old: bool
+    min_tokens_for_lines: int
+    row_count_ready_before_wait: bool
     out: CType
     gated: bool
     bias: bool
@@ -202,10 +202,10 @@ class LinearOp(Op):
         p = LinearMma(
             name=layer.name, rows=layer.rows, cols=layer.cols, x_stride=layer.x_stride, x_batch_stride=layer.x_batch_stride,
             y_stride=layer.y_stride, y_batch_stride=layer.y_batch_stride, warps=warps, max_tokens=TOKEN_TILES * 8,
-            together=ROW_TILES_AT_ONCE if ready else 1, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
+            row_tiles_at_once=ROW_TILES_AT_ONCE if ready else 1, stage_steps=ring.stage_steps, slots=ring.slots, smem_comment=ring.comment,
             blocks_per_sm=blocks_per_sm(warps), chunk_steps=math.gcd(warp_steps, CHUNK_STEPS), chunks_ahead=CHUNKS_AHEAD,
-            lines_from=LINES_FROM, rows_are_old=ready, out=out, gated=layer.gated, bias=layer.bias, accumulate=self.accumulate,
-            epilogue_comment=epilogue,
+            min_tokens_for_lines=MIN_TOKENS_FOR_LINES, row_count_ready_before_wait=ready, out=out, gated=layer.gated,
+            bias=layer.bias, accumulate=self.accumulate, epilogue_comment=epilogue,
         )  # fmt: skip
         smem = warps * ring.bytes + warps * TOKEN_TILES * 4 * 32 * 4  # the rings and the warps' partial sums
         grid = (Extent(row_tiles, per_processor=blocks_per_sm(warps)), Extent(per_tokens=TOKEN_TILES * 8), Extent(layer.batch))

@@ -121,7 +121,6 @@ class GqaAttention:
     block: int
     blocks_per_sm: int
     mask_comment: str
-    smem_comment: str
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ class GqaAttentionOp(_DraftOp):
             name="draft_attention", heads=d.num_attention_heads, key_heads=d.num_key_value_heads, group=d.group_heads, head=d.head_dim,
             split=split_keys(d), rows=rows, row_tiles=row_tiles, scale=d.head_dim**-0.5, causal=d.sliding_mask == "causal",
             act=self.c.mode.act, block=attention_block(d),
-            blocks_per_sm=4 if attention_block(d) == 128 else 6, mask_comment=mask, smem_comment=f"{smem} bytes",
+            blocks_per_sm=4 if attention_block(d) == 128 else 6, mask_comment=mask,
         )  # fmt: skip
         cost = Cost(bytes_per_draft_key=2 * d.key_width * self.c.mode.act_bytes, operations_per_row_and_key=4 * d.query_width)
         grid = (Extent(row_tiles, per_sequence=True), Extent(d.num_key_value_heads), Extent(per_context=p.split))

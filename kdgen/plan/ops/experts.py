@@ -58,7 +58,7 @@ class ExpertsMma:
     cost_per_pass: int
     stage_steps: int
     slots: int
-    shared_bytes: int
+    step_bytes: int
     x_in_registers: bool
     blocks_per_sm: int
     int4: bool
@@ -130,7 +130,7 @@ class ExpertsOp(Op):
             name=name, experts=s.n_routed_experts or 0, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
             token_tiles=EXPERT_TOKEN_TILES, row_tiles_at_once=2 if ring.stage_steps % 2 == 0 else 1,
             memory_bound=MEMORY_BOUND_ASSIGNMENTS, cost_per_assignment=COST_PER_ASSIGNMENT, cost_per_pass=COST_PER_PASS,
-            stage_steps=ring.stage_steps, slots=ring.slots, shared_bytes=smem, x_in_registers=held, blocks_per_sm=blocks_per_sm,
+            stage_steps=ring.stage_steps, slots=ring.slots, step_bytes=step_bytes, x_in_registers=held, blocks_per_sm=blocks_per_sm,
             int4=int4, half_step=cols % step_inputs != 0, out=out, gated=gated, reads_before_wait=gated, weight_comment=comment,
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)

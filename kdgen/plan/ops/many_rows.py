@@ -57,7 +57,6 @@ class LinearWgmma(Twin):
     blocks_per_sm: int
     row_major: bool
     piece: int
-    smem_comment: str
     out: CType
     gated: bool
     bias: bool
@@ -79,7 +78,7 @@ class ExpertsWgmma(Twin):
     tokens: int
     stage_steps: int
     slots: int
-    shared_bytes: int
+    step_bytes: int
     int4: bool
     half_step: bool
     out: CType
@@ -196,7 +195,7 @@ def _linear(kernel: Kernel, p: LinearMma) -> Kernel:
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, x_stride=p.x_stride, x_batch_stride=p.x_batch_stride,
         y_stride=p.y_stride, y_batch_stride=p.y_batch_stride, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens,
         warps=blocks.warps, slots=blocks.slots, blocks_per_sm=blocks.per_sm, row_major=False,
-        piece=math.gcd(outputs, p.y_stride, p.y_batch_stride, 8), smem_comment=_smem_comment(blocks.smem), out=p.out, gated=p.gated,
+        piece=math.gcd(outputs, p.y_stride, p.y_batch_stride, 8), out=p.out, gated=p.gated,
         bias=p.bias, accumulate=p.accumulate, epilogue_comment=p.epilogue_comment,
     )  # fmt: skip
     return blocks.kernel(kernel, twin, kernel.row_tiles or 0)
@@ -209,7 +208,7 @@ def _router(kernel: Kernel, p: RouterLogitsMma) -> Kernel:
     twin = LinearWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.experts, cols=p.hidden, x_stride=p.hidden, x_batch_stride=0, y_stride=p.experts,
         y_batch_stride=0, ranges=p.warps, stage_steps=blocks.stage_steps, tokens=blocks.tokens, warps=blocks.warps, slots=blocks.slots,
-        blocks_per_sm=blocks.per_sm, row_major=True, piece=1, smem_comment=_smem_comment(blocks.smem), out="float", gated=False, bias=False,
+        blocks_per_sm=blocks.per_sm, row_major=True, piece=1, out="float", gated=False, bias=False,
         accumulate=False, epilogue_comment="Logits of every expert.",
     )  # fmt: skip
     return blocks.kernel(kernel, twin, -(-p.experts // 16))
@@ -226,7 +225,7 @@ def _experts(kernel: Kernel, p: ExpertsMma) -> Kernel:
     smem = -(-(stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16) // 16) * 16
     twin = ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
-        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, shared_bytes=smem, int4=p.int4,
+        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, step_bytes=step_bytes, int4=p.int4,
         half_step=p.half_step, out=p.out, gated=p.gated, weight_comment=p.weight_comment,
     )  # fmt: skip
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
@@ -252,7 +251,3 @@ def _combine(kernel: Kernel, p: MlaCombineWgmma) -> Kernel:
     return Kernel(
         twin.name, "mla_combine_rows.cu.j2", twin, warps * 32, grid, 0, kernel.cost, summary, early=kernel.early, group=kernel.group
     )  # fmt: skip
-
-
-def _smem_comment(smem: int) -> str:
-    return f"{smem} bytes, of the 227 KiB that sm_90a has"

@@ -20,7 +20,7 @@ class RmsNorm:
     act: CType
     block: int
     vector: int
-    rows_are_old: bool
+    row_count_ready_before_wait: bool
     chosen: bool
     cluster: int = 0
 

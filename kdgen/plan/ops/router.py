@@ -22,7 +22,7 @@ from kdgen.plan.ops.op import (
     writes,
     writes_ints,
 )
-from kdgen.plan.tuning import CHUNK_STEPS, GENERIC_TOKENS, ROUTER_CHUNKS_AHEAD, TOKEN_TILES, CType, block_for, held_steps, mma_warps
+from kdgen.plan.tuning import CHUNK_STEPS, GENERIC_TOKENS, ROUTER_CHUNKS_AHEAD, TOKEN_TILES, CType, block_for, mma_warps, register_steps
 
 ROUTER_BESIDE = "shared_gate_up_proj_and_router"
 CHOICE_BESIDE = "shared_down_proj_and_choice"
@@ -49,7 +49,7 @@ class RouterLogitsMma:
     hidden: int
     experts: int
     warps: int
-    held_steps: int
+    register_steps: int
     max_tokens: int
 
 
@@ -60,7 +60,7 @@ class RouterPhase:
     hidden: int
     experts: int
     warps: int
-    held_steps: int
+    register_steps: int
     max_tokens: int
     chunk_steps: int
     chunks_ahead: int
@@ -110,7 +110,6 @@ class LinearAndChoice:
     linear: LinearMma
     choice: RouterTopK
     sort: MoeSort
-    choice_comment: str
 
 
 def fuses_routing(c: Context) -> bool:
@@ -126,7 +125,7 @@ class RouterLogitsOp(Op):
         s, experts, mode = self.c.spec, self.c.spec.n_routed_experts or 0, self.c.mode
         if has_bf16_router(s, mode):
             warps = mma_warps(s.hidden_size)
-            held = held_steps(s.hidden_size // 16 // warps, 8)
+            held = register_steps(s.hidden_size // 16 // warps, 8)
             mma = RouterLogitsMma("router_logits", s.hidden_size, experts, warps, held, TOKEN_TILES * 8)
             cost = Cost(
                 bytes_fixed=experts * s.hidden_size * 2, bytes_per_row=s.hidden_size * 2 + experts * 4,
@@ -216,7 +215,7 @@ class LinearAndRouterOp(Op):
         gate_up, router = self.gate_up.kernel(), RouterLogitsOp(self.c).kernel()
         logits = cast(RouterLogitsMma, router.params)
         steps = logits.hidden // 16 // logits.warps  # all of them, where there are registers: they are on their way before it waits
-        held = held_steps(steps, 28 if logits.warps >= 8 else 12)
+        held = register_steps(steps, 28 if logits.warps >= 8 else 12)
         chunk = math.gcd(held, CHUNK_STEPS)
         ahead = min(ROUTER_CHUNKS_AHEAD, steps // chunk)
         phase = RouterPhase(logits.hidden, logits.experts, logits.warps, held, logits.max_tokens, chunk, ahead)
@@ -239,7 +238,7 @@ class LinearAndChoiceOp(Op):
         linear, choice = cast(LinearMma, down.params), cast(RouterTopK, topk.params)
         lists = replace(cast(MoeSort, sort.params), block=down.block)
         smem = choice_smem(choice.experts, choice.top_k, choice.groups, linear.warps)
-        p = LinearAndChoice(CHOICE_BESIDE, linear, choice, lists, f"{smem} bytes")
+        p = LinearAndChoice(CHOICE_BESIDE, linear, choice, lists)
         tiles, tokens, batch = down.grid
         grid = (replace(tiles, times=tiles.times + 1), tokens, batch)
         cost, summary = down.cost + topk.cost + sort.cost, f"{down.summary}; beside it, expert choice and assignments by expert"

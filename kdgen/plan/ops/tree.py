@@ -44,7 +44,6 @@ class TopK:
     max_candidates: int
     parts: int
     block: int
-    smem_comment: str
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class TopKOp(Op):
     def kernel(self) -> Kernel:
         vocab, parts = self.c.whole.vocab_size, top_k_parts(self.c.whole.vocab_size)
         smem = (parts * (MAX_CANDIDATES + 1) + MAX_CANDIDATES) * 8
-        p = TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, parts, 256, f"{smem} bytes")
+        p = TopK("top_k", vocab, MAX_PATH, MAX_CANDIDATES, parts, 256)
         grid, cost = (ROW_EXTENT, SEQUENCE_EXTENT, ONE), Cost(bytes_per_row=parts * (8 * MAX_CANDIDATES + 8))
         return Kernel("top_k", "top_k.cu.j2", p, 256, grid, smem, cost, "candidates of each draft row")
 

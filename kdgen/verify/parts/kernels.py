@@ -98,4 +98,4 @@ def _checked(backend: Backend, spec: Spec, plan: Plan, say: Say) -> list[KernelC
 def _checker_tokens(kernel: Kernel) -> tuple[int, ...]:
     """Few and many; where a kernel brings its inputs another way from some number of tokens on, that number, too."""
     linear = getattr(kernel.params, "linear", kernel.params)
-    return tuple(sorted({*CHECKER_TOKENS, getattr(linear, "lines_from", CHECKER_TOKENS[0])}))
+    return tuple(sorted({*CHECKER_TOKENS, getattr(linear, "min_tokens_for_lines", CHECKER_TOKENS[0])}))

@@ -1,6 +1,6 @@
-// Device primitives, CPU side: the twin of ../gpu/primitives.cuh, name for name and meaning for meaning.
-// What a whole warp does together (mma, ldmatrix, reductions) is done once, by the last lane to arrive, for all 32 lanes:
-// nobody sees it half done, and it costs one pass instead of 32.
+// Device primitives, CPU side: the functions of ../gpu/primitives.cuh, with the same names and meanings.
+// The last lane to arrive performs what a whole warp does together (mma, ldmatrix, reductions), for all 32 lanes: no lane sees it half
+// done, and it takes one pass instead of 32.
 #pragma once
 #include "cuda_language.h"
 
@@ -12,7 +12,7 @@ struct alignas(2) bf16 {
   unsigned short bits;
 };
 
-static inline unsigned short emu_round_bf16(float x) {  // to nearest even; a NaN becomes the GPU's canonical one
+static inline unsigned short emu_round_bf16(float x) {  // to nearest even; any NaN becomes the NaN that the GPU returns
   const u32 u = __float_as_uint(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
   return (unsigned short)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
@@ -45,7 +45,7 @@ struct EmuMma {
   float* d;
   const u32 *a, *b;
 };
-// fragments: lane l holds rows l/4 and l/4 + 8 of a and d, column l/4 of b, and of k the pairs 2*(l%4) and 2*(l%4) + 8
+// Lane l holds rows l/4 and l/4 + 8 of a and d, column l/4 of b, and the pairs of k that begin at 2*(l%4) and 2*(l%4) + 8.
 EMU_UNCHECKED static void emu_mma_step(EmuWarp* warp, unsigned, int) {
   typedef float Row __attribute__((vector_size(32), aligned(32)));
   typedef u32 Pairs __attribute__((vector_size(32), aligned(32)));
@@ -170,7 +170,7 @@ static inline void wgmma_wait_group(float (&)[FLOATS], const A&, const B&, const
 }
 static inline void fence_proxy_async() { emu_fence_proxy_async(); }
 
-// ---- warps with roles -----------------------------------------------------
+// ---- barriers and registers of warps --------------------------------------
 static inline void mbarrier_init(u64* barrier, int count, EMU_HERE) { emu_mbarrier_init(reinterpret_cast<uint64_t*>(barrier), count, line); }
 static inline void mbarrier_arrive(u64* barrier, EMU_HERE) { emu_mbarrier_arrive(reinterpret_cast<uint64_t*>(barrier), line); }
 static inline void mbarrier_arrive_expect_tx(u64* barrier, int bytes, EMU_HERE) {
@@ -210,7 +210,7 @@ static inline uint4 ld_relaxed_16(const void* p, EMU_HERE) { return __ldg(static
 static inline u32 ld_relaxed_4(const void* p, EMU_HERE) { return __ldg(static_cast<const u32*>(p), line); }
 
 // ---- one kernel after another ---------------------------------------------
-// here every launch ends before the next begins; the checker knows what could overlap
+// On the CPU, every launch ends before the next one begins. The checker computes what could overlap on a GPU.
 #ifdef EMU_CHECKER
 static inline void griddepcontrol_launch_dependents() { emu_griddepcontrol_launch_dependents(); }
 static inline void griddepcontrol_wait() { emu_griddepcontrol_wait(); }
@@ -224,7 +224,7 @@ static inline void begin_after_previous_kernel() {
 }
 
 // ---- clusters -------------------------------------------------------------
-// here a cluster is one block of all its threads
+// On the CPU, a cluster is one block of all its threads.
 #define CLUSTER_BLOCK(threads, blocks) (threads)
 static inline int cluster_id() { return (int)blockIdx.x; }
 static inline u32 cluster_num_blocks() { return 1; }
@@ -243,7 +243,7 @@ EMU_UNCHECKED static inline void send_each_to_cluster(u32* shared, u32 value, u6
 static inline void wait_for_cluster(u64*, EMU_HERE) { emu_sync_block(line); }
 
 // ---- ranks ----------------------------------------------------------------
-// Memory that other processes share. Whoever waits lets the block's other threads run, and now and then other processes.
+// Memory that other processes share. A thread that waits lets the block's other threads run, and now and then other processes.
 EMU_UNCHECKED static inline void send_word(u64* to, u32 word, u32 round, EMU_HERE) {
   EMU_TOUCH(to, 8, true, emu_context->lane->index, line);
   __atomic_store_n(to, (u64)round << 32 | word, __ATOMIC_RELAXED);
@@ -272,7 +272,7 @@ EMU_UNCHECKED static inline bool words_are_there(const u64* from, u32 round, flo
 }
 
 // ---- warps ----------------------------------------------------------------
-// the butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, so the same bits
+// The butterflies xor 16, 8, 4, 2, 1 of the GPU side, all lanes at once: the same additions, hence the same bits.
 template <bool Max>
 EMU_UNCHECKED static void emu_reduce_step(EmuWarp* warp, unsigned, int) {
   float v[32], next[32];

@@ -1,5 +1,6 @@
-// Device primitives, GPU side: the only way generated kernels reach the hardware.
-// Its twin in ../cpu/ gives every one of these the same meaning on a host; a primitive without a twin may not be used.
+// Device primitives, GPU side: generated kernels reach the hardware through these functions alone. A primitive that is one PTX
+// instruction has its name. ../cpu/primitives.cuh has a CPU version of each, with the same meaning; a kernel may not use a primitive
+// without one.
 #pragma once
 
 typedef unsigned int u32;
@@ -22,13 +23,13 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {  // round to nearest
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
   return r;
 }
-// 2^x in one instruction, to 2 units in the last place; where that is less than float32's smallest normal number, 0
+// 2^x with an error of at most 2 units in the last place. A result below float32's smallest normal number becomes 0.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
-// two bf16 in a word, `lo` in the low half
+// Rounds two floats to bfloat16 and packs them into a word, `lo` in the low half.
 __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -36,14 +37,14 @@ __device__ __forceinline__ u32 pack_bf16x2(float lo, float hi) {
 }
 __device__ __forceinline__ float bf16x2_lo(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float bf16x2_hi(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-// (a & mask) | bits, as the one instruction that it is: the compiler takes two when both are constants
+// (a & mask) | bits in one instruction. The compiler would use two where `mask` and `bits` are constants.
 __device__ __forceinline__ u32 lop3_and_or(u32 a, u32 mask, u32 bits) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
   return r;
 }
 // ---- shared memory --------------------------------------------------------
-// Storage is a whole number of 16 bytes: the compiler widens reads to that, and may then read past a shorter array's end.
+// Storage is rounded up to a multiple of 16 bytes: the compiler may widen a read to 16 bytes, which must not pass the array's end.
 #define SHARED_ARRAY(T, name, ...)            \
   struct __align__(16) name##_storage {       \
     T values __VA_ARGS__;                     \
@@ -57,27 +58,27 @@ __device__ __forceinline__ u32 lop3_and_or(u32 a, u32 mask, u32 bits) {
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // ---- tensor cores ---------------------------------------------------------
-// d[16x8] += a[16x16] * b[16x8], bf16 in, float32 out; fragments as in the PTX ISA, "Matrix Fragments for mma.m16n8k16"
+// d[16x8] += a[16x16] * b[16x8], bf16 in, float32 out. The PTX ISA, "Matrix Fragments for mma.m16n8k16", says which lane holds what.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// the same from zero: d = a * b
+// d = a * b
 __device__ __forceinline__ void mma_m16n8k16_bf16_from_zero(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
-// an A fragment of one pair throughout. The zeros added, which differ in what the compiler knows of them, keep it in four registers
-// of its own: as constants they would be copied anew before each use.
+// Fills an A fragment with one pair. Each register adds a zero that the compiler cannot prove to be zero. So the fragment stays in four
+// registers; the compiler would copy constants to registers again before each use.
 __device__ __forceinline__ void uniform_fragment(u32 (&a)[4], u32 pair) {
   u32 lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll
   for (int i = 0; i < 4; ++i) a[i] = pair + (lane >> (5 + i));
 }
-// four 8x8 b16 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8
+// Loads four 8x8 matrices of 16-bit numbers from shared memory. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -90,7 +91,7 @@ __device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], const void* row) {
                : "r"(shared_address(row))
                : "memory");
 }
-// the same, each matrix transposed on the way
+// The same; each matrix is transposed on its way.
 __device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
@@ -105,19 +106,22 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
 }
 
 // ---- asynchronous tensor cores (sm_90a) -----------------------------------
-// A tile in shared memory is rows of 128 bytes, 64 bf16, and begins at a multiple of 1024 bytes. The 16-byte pieces of a row
-// are exchanged (128-byte swizzle): this is where piece `piece` of row `row` lies, in bytes.
+// A tile in shared memory has rows of 128 bytes, 64 bf16, and begins at a multiple of 1024 bytes. The 128-byte swizzle permutes the
+// 16-byte pieces of each row. Returns the byte offset of piece `piece` of row `row`.
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-// What wgmma reads an operand by: a tile, and how many bytes further the tile with the next 64 columns lies, which counts only for
-// an operand that is read by columns and has more. To begin `bytes` later, add wgmma_offset(bytes).
+// The matrix descriptor of a tile, through which wgmma reads an operand. The tile with the next 64 columns lies `next_tile` bytes
+// further; this matters only for an operand with more than 64 columns that is read by columns. Add wgmma_offset(bytes) to a
+// descriptor to begin `bytes` later.
 __device__ __forceinline__ u64 wgmma_descriptor(const void* tile, u32 next_tile) {
   return (u64)((shared_address(tile) & 0x3ffffu) >> 4) | (u64)(next_tile >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(bytes >> 4); }
-// d[64xN] += a[64x16] * b[16xN] by a warpgroup, = where !accumulate; bf16 in, float32 out; a thread has N / 2 floats of d. Warp w has
-// rows 16w .. 16w + 15, in fragments as those of mma_m16n8k16 side by side. a comes from tiles whose rows are its rows, or from
-// registers as that MMA's. b comes from tiles whose rows are its columns, or, ByColumns, its rows. Nothing of a, b and d may be
-// touched from the call to the wgmma_wait_group<0> that waits for it, which names a in registers.
+// wgmma.mma_async by a warpgroup: d[64xN] += a[64x16] * b[16xN], or d = a * b where !accumulate; bf16 in, float32 out.
+// - A thread holds N / 2 floats of d. Warp w holds rows 16w .. 16w + 15, as fragments of mma_m16n8k16 side by side.
+// - Operand a is in tiles, whose rows are a's rows, or in registers, as an A fragment of mma_m16n8k16.
+// - Operand b is in tiles, whose rows are b's columns, or, ByColumns, b's rows.
+// The kernel may not read or write a, b or d between this call and the wgmma_wait_group that waits for it. That call names every a in
+// registers.
 #define WGMMA_TEN(tens)                                                                                                   \
   "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" #tens "6,%" #tens "7,%" #tens "8,%" #tens "9"
 #define WGMMA_OUT_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -126,7 +130,7 @@ __device__ __forceinline__ constexpr u64 wgmma_offset(int bytes) { return (u64)(
 #define WGMMA_OUT_32(i) WGMMA_OUT_8(i), WGMMA_OUT_8(i + 8), WGMMA_OUT_8(i + 16), WGMMA_OUT_8(i + 24)
 #define WGMMA_BEGIN(accumulate, shape, d) \
   "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" d "}, "
-// i0 .. i6: the numbers of the operands behind d's, which are the last arguments
+// i0 .. i6: the numbers of the asm operands that follow those of d. The last arguments are the asm operands of d.
 #define WGMMA(FLOATS, shape, d_list, i0, i1, i2, i3, i4, i5, i6, ...)                                                        \
   template <int ByColumns>                                                                                                   \
   __device__ __forceinline__ void wgmma(float(&d)[FLOATS], u64 a, u64 b, bool accumulate) {                                  \
@@ -169,20 +173,21 @@ WGMMA(128, "m64n256k16",
 #undef WGMMA_OUT_32
 #undef WGMMA_BEGIN
 #undef WGMMA
-// Keeps the compiler from moving what touches d across it: to the hardware's orders it is blind.
+// Keeps the compiler from moving reads and writes of d across this call: it does not know that wgmma writes d later. CUTLASS has the
+// same function under this name.
 template <int FLOATS>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[FLOATS]) {
 #pragma unroll
   for (int i = 0; i < FLOATS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// before the first wgmma after registers of its d or a were touched
+// Needed before the first wgmma after the kernel has read or written registers of its d or a.
 template <int FLOATS>
 __device__ __forceinline__ void wgmma_fence(float (&d)[FLOATS]) {
   warpgroup_fence_operand(d);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Keeps registers of a from being used for anything else before this: to the compiler they are free from the call on that reads them.
+// Keeps the registers of a in use until this call. The compiler believes that they are free once the call of wgmma has read them.
 __device__ __forceinline__ void keep_until_here(const u32 (&a)[4]) {
   asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
@@ -191,7 +196,7 @@ __device__ __forceinline__ void keep_until_here(const u32 (&a)[STEPS][4]) {
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) keep_until_here(a[i]);
 }
-__device__ __forceinline__ void keep_until_here(u64) {}  // a tile in shared memory
+__device__ __forceinline__ void keep_until_here(u64) {}  // a descriptor: its tile is in shared memory
 // Waits until at most PENDING of this warp's committed groups are unfinished. d holds results of the finished groups. Every operand a
 // that a finished group reads from registers follows d: the compiler knows only from this list that these registers are in use until here.
 template <int PENDING, int FLOATS, class... Operands>
@@ -201,12 +206,13 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[FLOATS], const Opera
   warpgroup_fence_operand(d);
   (keep_until_here(a), ...);
 }
-// what this thread has written to shared memory so far may be read by wgmma, by whoever a barrier tells of it
+// Makes this thread's earlier writes to shared memory visible to wgmma and to bulk copies, once a barrier orders these after this call.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- warps with roles -----------------------------------------------------
-// A barrier in shared memory that `count` arrivals complete, again and again. wait(parity) goes on once the latest completion was an
-// odd one (parity 0: first, third, ...) or an even one (parity 1); completions that may be missed must not happen.
+// ---- barriers and registers of warps --------------------------------------
+// An mbarrier is a barrier in shared memory. `count` arrivals complete its phase, and the next phase begins. Phases have the parities
+// 0, 1, 0, 1, ... mbarrier_wait_parity(parity) returns once the latest completed phase has this parity. So a thread that waits for
+// each phase in turn never misses one: no phase may complete twice before every thread that waits for it has seen it.
 __device__ __forceinline__ void mbarrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -223,50 +229,52 @@ __device__ __forceinline__ void mbarrier_wait_parity(u64* barrier, int parity) {
         : "memory");
   } while (!done);
 }
-// an arrival that also makes the next completion wait for so many bytes of bulk copies
+// Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
-// a barrier of `threads` of the block, whole warps; ids 1 .. 15
+// A barrier of `threads` threads of the block, in whole warps. Ids are 1 .. 15; __syncthreads uses 0.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// registers a thread from here on, in warpgroups that all call it (sm_90a)
+// From here on a thread has N registers. All warps of the warpgroup call it (sm_90a).
 template <int N>
 __device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
 __device__ __forceinline__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---- copies ---------------------------------------------------------------
-// 16 bytes global to shared, asynchronously; zeros when !valid (src is then not read)
+// Copies 16 bytes from global to shared memory, asynchronously. If !valid, it writes zeros and does not read src.
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
-// How L2 keeps what a step reads once: it leaves before all that is read again, of which the kernels' code is a part. What createpolicy
-// makes for evict_first of all accesses, as CUTLASS has it, too; volatile, for it is made where it is used instead of holding registers.
+// The cache policy that createpolicy.fractional.L2::evict_first makes for all accesses; CUTLASS has the same constant. A step reads
+// weights once. With this policy, L2 evicts them before data that is read again, such as the kernels' code. The asm is volatile so that
+// the constant is made where it is used, and occupies no registers before.
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm volatile("mov.b64 %0, 0x12f0000000000000;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src, u64 policy) {
-#ifdef NO_CACHE_POLICY  // kdgen.compile defines it for texts that ptxas would encode wrongly
+#ifdef NO_CACHE_POLICY  // kdgen.codegen.compile defines it for texts that ptxas would encode wrongly
   return cp_async_16(dst, src, true);
 #endif
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// waits until at most N of this thread's committed groups are unfinished
+// Waits until at most N of this thread's committed groups are unfinished.
 template <int N>
 __device__ __forceinline__ void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-// `bytes`, a multiple of 16, global to shared, asynchronously, for all of the block: an mbarrier that expects them completes when they are
-// there, for wgmma too. Its initialisation has been made known by fence_proxy_async before.
+// Copies `bytes` bytes, a multiple of 16, from global to shared memory, asynchronously. One thread calls it for the block. An mbarrier
+// that expects the bytes completes its phase when they are there; they are then visible to wgmma, too. Before the call, the thread that
+// initialised the mbarrier has called fence_proxy_async.
 __device__ __forceinline__ void cp_async_bulk(void* dst, const void* src, int bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst)),
                "l"(src), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// A load where `there`; else `to` stays what it was, and costs no instruction.
+// Loads `to` if `there`. Otherwise `to` keeps its value, without a select instruction.
 __device__ __forceinline__ void ld_global_if(bool there, uint4& to, const void* p) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
@@ -275,7 +283,7 @@ __device__ __forceinline__ void ld_global_if(bool there, uint4& to, const void* 
 __device__ __forceinline__ void ld_global_if(bool there, uint2& to, const void* p) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0,%1}, [%2];}" : "+r"(to.x), "+r"(to.y) : "l"(p), "r"((u32)there));
 }
-// Weights are read once a step: keep them out of L1. Not volatile: the compiler may move these ahead of arithmetic.
+// Loads of weights, which a step reads once: they do not stay in L1. The asm is not volatile, so the compiler may move the loads up.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -286,8 +294,8 @@ __device__ __forceinline__ uint2 ld_global_nc_8(const void* p) {
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
-// The same for weights that are to be on their way before griddepcontrol_wait. Volatile, and not through the non-coherent path: any
-// other load the compiler moves behind that wait.
+// Loads of weights before griddepcontrol_wait. The asm is volatile and the load is not ld.global.nc, because the compiler would move
+// any other load behind that wait.
 __device__ __forceinline__ uint4 ld_global_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(evict_first_policy()));
@@ -303,7 +311,8 @@ __device__ __forceinline__ u32 ld_global_4(const void* p) {
   asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
-// Another kernel's data, old by now, before griddepcontrol_wait: past L1, which that wait may be what makes fresh.
+// Loads, before griddepcontrol_wait, data that another kernel has completely written. They go past L1, which may hold stale lines until
+// that wait.
 __device__ __forceinline__ uint4 ld_relaxed_16(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
@@ -316,9 +325,9 @@ __device__ __forceinline__ u32 ld_relaxed_4(const void* p) {
 }
 
 // ---- one kernel after another ---------------------------------------------
-// Programmatic dependent launch: a kernel may start while the one before it still runs, so each waits before it reads or
-// writes anything that another kernel writes. What only the host writes (weights, tables) may be read before. Data of other
-// kernels is never read through the non-coherent path, so pointers to it are not __restrict__.
+// Programmatic dependent launch: a kernel may start while the previous one still runs. So it calls griddepcontrol_wait before it reads
+// or writes memory that other kernels write. Before that, it may read memory that only the host writes (weights, tables). Kernels never
+// read other kernels' data with ld.global.nc, so pointers to such data are not __restrict__.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -335,8 +344,8 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
 }
 
 // ---- clusters -------------------------------------------------------------
-// A cluster's blocks run at the same time and may write to each other's shared memory. Its threads are numbered through; where a GPU has
-// no clusters they are one block. The grid's x counts clusters.
+// The blocks of a cluster run at the same time and may write to each other's shared memory. cluster_thread_rank numbers all threads of
+// the cluster. On a GPU without clusters, a cluster is one block of all its threads. The x index of the grid counts clusters.
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER_BLOCK(threads, blocks) ((threads) / (blocks))  // threads of a block, for __launch_bounds__
 #else
@@ -369,9 +378,9 @@ __device__ __forceinline__ u32 cluster_num_blocks() {
   return 1;
 #endif
 }
-// Values that blocks send into each other's shared memory, once: `bytes` of them come to each block. All threads call cluster_begin,
-// which returns when all of the cluster's blocks have started, and all wait_for_cluster, which waits for what comes to their block. One
-// block alone meets at a barrier.
+// An exchange between the blocks of a cluster, once a kernel: blocks send values into each other's shared memory, and each block receives
+// `bytes` bytes. First, all threads call cluster_begin; it returns when all blocks of the cluster have started. After sending, all threads
+// call wait_for_cluster; it returns when their block has received its bytes. In a cluster of one block, it is __syncthreads.
 __device__ __forceinline__ void cluster_begin(u64* arrived, int bytes) {
 #if __CUDA_ARCH__ >= 900
   if (cluster_num_blocks() == 1) return;
@@ -384,7 +393,7 @@ __device__ __forceinline__ void cluster_begin(u64* arrived, int bytes) {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// `value`, which a warp's lanes have alike, to `shared` in every block
+// Sends `value`, the same in all lanes of the warp, to `shared` in every block.
 __device__ __forceinline__ void send_to_cluster(u32* shared, u32 value, u64* arrived) {
   const u32 lane = threadIdx.x % 32, blocks = cluster_num_blocks();
   if (blocks == 1 && lane == 0) *shared = value;
@@ -403,7 +412,7 @@ __device__ __forceinline__ void send_to_cluster(float* shared, float value, u64*
 __device__ __forceinline__ void send_to_cluster(int* shared, int value, u64* arrived) {
   send_to_cluster(reinterpret_cast<u32*>(shared), (u32)value, arrived);
 }
-// the same of each lane, to its own place
+// Sends each lane's value to its own `shared` in every block.
 __device__ __forceinline__ void send_each_to_cluster(u32* shared, u32 value, u64* arrived) {
   const u32 blocks = cluster_num_blocks();
   if (blocks == 1) *shared = value;
@@ -436,18 +445,19 @@ __device__ __forceinline__ void wait_for_cluster(u64* arrived) {
 }
 
 // ---- ranks ----------------------------------------------------------------
-// Memory of other GPUs. A word goes with the round that it belongs to, in 8 bytes that arrive as one.
+// Memory of other GPUs. Each 8 bytes hold a word and the number of the round that it belongs to. They are stored and loaded as one, so a
+// reader that finds the round's number has the word, too.
 __device__ __forceinline__ void send_word(u64* to, u32 word, u32 round) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64)round << 32 | word) : "memory");
 }
-// whether the word of this round has come; `word` is another round's if not
+// Returns whether the word of this round has arrived. If not, `word` belongs to another round.
 __device__ __forceinline__ bool word_is_there(const u64* from, u32 round, u32& word) {
   u64 both;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
   word = (u32)both;
   return (u32)(both >> 32) == round;
 }
-// the same with one or two floats' words side by side, each of which arrives as one
+// The same for N floats side by side, each in 8 bytes of its own.
 template <int N>
 __device__ __forceinline__ void send_words(u64* to, const float* values, u32 round) {
   static_assert(N == 1 || N == 2, "8 or 16 bytes");
@@ -475,7 +485,7 @@ __device__ __forceinline__ bool words_are_there(const u64* from, u32 round, floa
 }
 
 // ---- warps ----------------------------------------------------------------
-// butterflies in the fixed order xor 16, 8, 4, 2, 1: every lane gets the same bits
+// Butterflies in the fixed order xor 16, 8, 4, 2, 1: all lanes get the same bits.
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
