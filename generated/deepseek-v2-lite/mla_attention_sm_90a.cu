@@ -28,17 +28,19 @@
 #include "primitives.cuh"
 
 namespace mla_attention {
-constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
+constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
+constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
+// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int chunk = slot / 64 * (ROW / 64) + column / 64;
-  return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
+  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
+  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
+         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
 }
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;  // also the values' width: V is the latent part of the key row
 constexpr int MAX_PATH = 16;
 constexpr float SCALE = 0x1.52f5d8p-3f /* 0.165507976 */;  // with log2(e) in it: exponentials are powers of 2
-constexpr int TILE = 64;  // keys of a tile, heads of a block, and columns of a chunk of either
+constexpr int TILE = CACHE_TILE;  // keys of a tile, heads of a block, and columns of a chunk of either
 constexpr int CHUNKS = ROW / TILE;
 constexpr int STAGES = 2;                 // one for each warpgroup that makes scores
 constexpr int GROUP = 4;                  // token rows of a tile of heads
@@ -46,7 +48,8 @@ constexpr int TILE_HEADS = TILE / GROUP;  // heads of one of these rows
 constexpr int HEAD_TILES = HEADS / TILE_HEADS;
 constexpr int HALF = KV_LORA / 2;  // value columns of a warpgroup
 constexpr int HALF_CHUNKS = HALF / TILE;
-constexpr int BLOCK = 384;
+constexpr int BLOCK = 384;  // two warpgroups and four loader warps
+static_assert(BLOCK == 3 * 128, "the kernel's roles are those of three warpgroups");
 
 typedef bf16 Chunk[TILE][TILE];
 // A block at work on tiles 0 to 3 of the keys; time runs to the right. S: scores of a tile; P: their softmax, which
@@ -83,7 +86,6 @@ typedef bf16 Chunk[TILE][TILE];
 //   wait for filled[s][h] never blocks. It is kept because PTX states for threads that wait for the barrier of
 //   a bulk copy that they see the bytes; without it a thread would see them by way of the other warpgroup alone.
 //
-// 231600 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   Chunk query[CHUNKS], key[STAGES][CHUNKS];
   // what a warpgroup leaves for the other one: each thread's probabilities and sums, and two numbers for each head
@@ -94,6 +96,7 @@ struct Shared {
   u64 query_filled[2], filled[STAGES][2], read[STAGES][2];
   u64 weighed[STAGES][4], scored[4];
 };
+static_assert(sizeof(Shared) == 231600, "the plan launches with this many bytes");
 
 // split bounds are absolute positions, the same for every row
 __device__ __forceinline__ int split_begin(int split) {
@@ -207,8 +210,8 @@ __device__ __forceinline__ void store_values(const float (&values)[HALF / 2], in
   const bool odd = lane / 4 % 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {  // the fragment's rows 0 .. 7, then 8 .. 15
-    const int head = threadIdx.x % 128 / 32 * 16 + i * 8 + lane / 8 * 2,
-              row = head / TILE_HEADS;  // and the next head
+    const int head = threadIdx.x % 128 / 32 * 16 + i * 8 + lane / 8 * 2;  // this head and the next one
+    const int row = head / TILE_HEADS;
     uint4* out =
         split_values + row * row_pieces + head % TILE_HEADS * (HALF / 4) + half * (HALF / 8) + lane % 8;
     auto piece = [&](int group) {
@@ -349,8 +352,8 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
       probability[step][0] = four.x, probability[step][1] = four.y, probability[step][2] = four.z,
       probability[step][3] = four.w;
     }
-    mbarrier_wait_parity(&shared->filled[stage][WARPGROUP],
-                         (other / STAGES) & 1);  // never blocks: see Shared
+    // never blocks: see Shared
+    mbarrier_wait_parity(&shared->filled[stage][WARPGROUP], (other / STAGES) & 1);
     begin_values(values, rescale, probability, shared->key[stage][WARPGROUP * HALF_CHUNKS], scores);
   };
   auto end_others = [&](const u32(&probability)[TILE / 16][4]) {
@@ -462,8 +465,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                   bf16* split_values, float* split_max, float* split_sum, int context_capacity,
                   int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
-  const BlockWork work =
-      read_work(schedules);  // an earlier launch wrote it; the load runs while barriers are set up
+  // an earlier launch wrote it; the load runs while barriers are set up
+  const BlockWork work = read_work(schedules);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

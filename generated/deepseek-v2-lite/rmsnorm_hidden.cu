@@ -10,14 +10,14 @@
 //   weight      const float*  input_layernorm, post_attention_layernorm and 1 more [2048] float32
 //   y           bf16*         hidden [rows][2048] bfloat16
 
-// RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, one block a token row.
+// RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, one block for each token row.
 #include "primitives.cuh"
 
 namespace rmsnorm_hidden {
 constexpr int WIDTH = 2048;
 constexpr int X_STRIDE = 2048;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;
-constexpr int BLOCK = 512;  // threads of a row
+constexpr int BLOCK = 512;  // threads that a row has
 constexpr int WARPS = BLOCK / 32;
 constexpr int VECTOR = 4;  // consecutive elements of a thread
 constexpr int ROUNDS = (WIDTH + BLOCK * VECTOR - 1) / (BLOCK * VECTOR);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_row(Vector (&row)[ROUNDS], const float* x) 
   }
 }
 
-// y = row / sqrt(mean(row^2) + eps) * gain; the row's threads meet once
+// y = row / sqrt(mean(row^2) + eps) * gain. The row's threads synchronise once.
 __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
                                           const Vector (&row)[ROUNDS], bf16* y) {
   float square_sum = 0.0f;
@@ -67,7 +67,8 @@ __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
 
-  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
+  // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / WIDTH + EPS));
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
@@ -86,9 +87,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   griddepcontrol_launch_dependents();
   Vector gain[ROUNDS];
-  load_weights(gain, weight);  // they wait for nobody
+  load_weights(gain, weight);  // only the host writes weights
   const int token_row = blockIdx.x;
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
   griddepcontrol_wait();
   if (token_row >= tokens) return;
   Vector row[ROUNDS];

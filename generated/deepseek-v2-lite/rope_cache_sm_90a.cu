@@ -18,8 +18,8 @@
 //   query             bf16*         query [rows][16][576] bfloat16
 //   context_capacity  int           set by the plan
 
-// One token row's cache entry and rotary query parts: the latent c_kv is normalised, k_rope and every head's
-// q_rope are rotated by the row's position. Pairs are interleaved, (x0, x1), (x2, x3), ...
+// Writes a token row's cache row and the rotary part of its queries: c_kv is normalised; k_rope and q_rope of all heads
+// are rotated by the row's position. Pairs are interleaved, (x0, x1), (x2, x3), ...
 #include "primitives.cuh"
 
 namespace rope_cache {
@@ -29,7 +29,7 @@ constexpr int ROPE = 64, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
-// Pair i of x, turned by its angle, to out, which has the numbers by their places in the head.
+// Rotates pair i of the head `x` by its angle and writes it to the same places of the head `out`.
 template <class X, class Out>
 __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
                                        Out out) {
@@ -37,19 +37,21 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[first_of_pair(i)] = from_float<bf16>(a * cos_row[i] - b * sin_row[i]);
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
-constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
+constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
+constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
+// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int chunk = slot / 64 * (ROW / 64) + column / 64;
-  return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
+  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
+  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
+         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
 }
 constexpr int KV_LORA = 512;
-constexpr int KV_A_STRIDE = 576;                    // a row of the projection's output
+constexpr int KV_A_STRIDE = 576;                    // numbers of a row of the projection's output
 constexpr int KV_A_OFFSET = 0;                      // where [c_kv | k_rope] lies in it
-constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm's own, not rms_norm_eps
+constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // of kv_a_layernorm, which has its own
 constexpr int BLOCK = 256, WARPS = BLOCK / 32;
 
-// The numbers of a slot of a sequence's part of the cache, from column `first` on.
+// Gives access to the row in slot `slot` of a sequence's part of the cache, from column `first` on.
 struct CacheRow {
   bf16* sequence;
   int slot, first;
@@ -57,7 +59,7 @@ struct CacheRow {
     return sequence[cache_place(slot, first + column)];
   }
 };
-// The latent c_kv is normalised, k_rope rotated.
+// Writes [c_kv | k_rope]: c_kv normalised, k_rope rotated.
 __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
                                                 const float* norm_weight, const float* cos_row,
                                                 const float* sin_row, bf16* sequence, int slot) {
@@ -71,7 +73,8 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
   square_sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
-  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
+  // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / KV_LORA + EPS));
   const CacheRow row{sequence, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)

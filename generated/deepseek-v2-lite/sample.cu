@@ -16,10 +16,10 @@
 //   seed          const int*    seed [sequences][2] int32
 //   next_token    int*          next_token [64 sequences] int32
 
-// Draws the next token of rows whose sequence has a temperature; greedy rows keep their argmax. The token is
+// Draws the next token of rows whose sequence has a temperature above 0; other rows keep their argmax. The token is
 // argmax(logit / T + Gumbel noise) over the tokens that top-k, top-p and min-p leave, in this order. The noise is a
-// function of (seed, position, token id) alone (Philox4x32-10: Salmon et al., SC 2011), so a token drawn while
-// verifying a tree is the one that plain decoding draws. One block a row.
+// function of (seed, position, token id) alone (Philox4x32-10: Salmon et al., SC 2011), so verifying a tree draws
+// the same tokens as plain decoding. One block for each row.
 #include "primitives.cuh"
 
 namespace sample {
@@ -27,7 +27,7 @@ constexpr int VOCAB = 102400;
 constexpr int BLOCK = 1024;
 constexpr int WARPS = BLOCK / 32;
 
-// floats in an order that unsigned comparison keeps; adding 0 makes -0 equal to 0, as it is for argmax
+// Maps floats to unsigned integers in the same order. Adding 0 turns -0 into +0: argmax takes the two for equal, too.
 __device__ __forceinline__ u32 ordered(float x) {
   const u32 bits = __float_as_uint(x + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -46,13 +46,14 @@ __device__ __forceinline__ u32 philox_word(u64 seed, u32 position, u32 token) {
   const u32 word = token % 4;
   return word == 0 ? c[0] : word == 1 ? c[1] : word == 2 ? c[2] : c[3];
 }
-// -log(-log(u)), u in (0, 1) on a grid of 2^-23 so that it never rounds to 1
+// -log(-log(u)) for a u between 0 and 1. u is an odd multiple of 2^-24, so it is never rounded to 0 or 1.
 __device__ __forceinline__ float gumbel(u64 seed, u32 position, u32 token) {
   const float u = ((float)(philox_word(seed, position, token) >> 9) + 0.5f) * 0x1p-23f;
   return -logf(-logf(u));
 }
 
-// block-wide, in a fixed order, the same bits in every thread; `scratch` is free again after the next barrier
+// The sum of all threads' values, added in a fixed order: every thread gets the same bits. `scratch` may be overwritten
+// after the next barrier.
 template <class T>
 __device__ __forceinline__ T block_sum(T value, T* scratch) {
 #pragma unroll
@@ -65,7 +66,8 @@ __device__ __forceinline__ T block_sum(T value, T* scratch) {
   return total;
 }
 
-// which tokens are still in: key above `key`, or equal to it and the id below `equal_below`
+// Which tokens top-k leaves: those whose key is above `key`, and those with this very key and an id below
+// `equal_below`.
 struct Kept {
   u32 key;
   int equal_below;
@@ -86,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   if (token_row >= *num_tokens) return;
   const int sequence = row_sequence[token_row];
   if (temperature[sequence] == 0.0f) return;
-  const int greedy = next_token[token_row];  // the argmax, which this overwrites at the end
-  if (greedy < 0) return;                    // a NaN or an infinity is in the row
+  const int greedy = next_token[token_row];  // the argmax, which this kernel overwrites at the end
+  if (greedy < 0) return;                    // the row holds a NaN or an infinity
   const float* row = logits + (size_t)token_row * VOCAB;
   const float largest = row[greedy];
   const float inverse = 1.0f / temperature[sequence];
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   Kept kept = {0, VOCAB};
   const int k = top_k[sequence];
   if (k > 0 && k < VOCAB) {
-    for (u32 bit = 0x80000000u; bit; bit >>= 1) {  // the k-th largest key, bit by bit
+    for (u32 bit = 0x80000000u; bit; bit >>= 1) {  // finds the k-th largest key, bit by bit
       int count = 0;
       for (int i = threadIdx.x; i < VOCAB; i += BLOCK) count += ordered(row[i]) >= (kept.key | bit);
       if (block_sum(count, int_scratch) >= k) kept.key |= bit;
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     int above = 0;
     for (int i = threadIdx.x; i < VOCAB; i += BLOCK) above += ordered(row[i]) > kept.key;
     const int wanted = k - block_sum(above, int_scratch);
-    int low = 0, high = VOCAB;  // of the tokens with that very key the lowest ids, `wanted` of them
+    int low = 0, high = VOCAB;  // finds the id below which `wanted` tokens have that key
     while (low < high) {
       const int middle = (low + high) / 2;
       int count = 0;
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     kept.equal_below = low;
   }
-  u32 lowest_key = 0;  // of the nucleus; tokens of equal logits are in or out together
+  u32 lowest_key = 0;  // of the tokens that top-p leaves; of tokens with equal logits it leaves all or none
   if (top_p[sequence] < 1.0f) {
     float sum = 0.0f;
     for (int i = threadIdx.x; i < VOCAB; i += BLOCK)
@@ -131,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
 
   const u64 key = (u64)(u32)seed[2 * sequence + 1] << 32 | (u32)seed[2 * sequence];
-  const u32 position = row_position[token_row] + 1;  // of the token that is drawn
+  const u32 position = row_position[token_row] + 1;  // of the drawn token
   float best = negative_infinity();
   int best_token = 0x7fffffff;
   for (int i = threadIdx.x; i < VOCAB; i += BLOCK) {

@@ -13,10 +13,10 @@
 //   output        bf16*         latent [rows][128][512] bfloat16
 //   max_splits    int           set by the plan
 
-// Joins the splits of one token row and 8 heads, whose values mla_attention_wgmma stored side by side, in a fixed
-// order: values = sum_s 2^(m_s - m) values_s / sum_s 2^(m_s - m) sum_s.
-// A warp reads 512 bytes of a split at once, 32 columns of the 8 heads, of every CLASSES-th split; classes are added in
-// order.
+// Joins the splits of one token row and 8 heads, in a fixed order:
+// values = sum_s 2^(m_s - m) values_s / sum_s 2^(m_s - m) sum_s.
+// mla_attention_wgmma stored the values of the 8 heads side by side: a warp reads 512 bytes of a
+// split at once, 32 columns of the 8 heads. A warp reads the splits of one class.
 #include "primitives.cuh"
 
 namespace mla_combine {
@@ -25,12 +25,13 @@ constexpr int KV_LORA = 512;
 constexpr int PIECES = KV_LORA / 8;
 constexpr int GROUPS = 2;                     // of 32 columns
 constexpr int PARTS = KV_LORA / 32 / GROUPS;  // blocks of the same heads
+// split s has class s % CLASSES; each class has a sum, and these are added in order
 constexpr int CLASSES = 4;
 constexpr int BLOCK = GROUPS * CLASSES * 32;
-static_assert(BLOCK == 8 * 32, "a warp makes the weights of a head");
-constexpr int CHUNK = 64;  // splits whose weights are made at a time
-constexpr int BATCH = 32;  // splits whose values a block has on their way together
-constexpr int MINE = BATCH / CLASSES;
+static_assert(BLOCK == 8 * 32, "each warp computes the weights of one head");
+constexpr int CHUNK = 64;                      // splits whose weights are computed at a time
+constexpr int BATCH = 32;                      // splits whose values a block loads at a time
+constexpr int CLASS_SPLITS = BATCH / CLASSES;  // splits of a class in a batch
 
 __device__ __forceinline__ int split_of(int position) {
   if (position >= 65536) return 144 + (position - 65536) / 1024;
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   SHARED_ARRAY(float2, joined, [CLASSES][GROUPS][4][32]);
   const int token_row = blockIdx.x, first_head = blockIdx.y / PARTS * 8, warp = threadIdx.x / 32,
             lane = threadIdx.x % 32;
-  // rows are old: the embedding let no kernel start before they were there
+  // The rows are complete: no kernel of the step starts before the embedding has seen them.
   const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
   griddepcontrol_wait();
   if (splits == 0) return;
@@ -55,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
             split_class = warp / GROUPS;
   const uint4* values =
       reinterpret_cast<const uint4*>(split_values) + (first_head + lane / 4) * PIECES + group * 4 + lane % 4;
-  uint4 part[MINE];
+  uint4 part[CLASS_SPLITS];
   auto load_parts = [&](int batch) {
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
+    for (int i = 0; i < CLASS_SPLITS; ++i) {
       const int split = batch + i * CLASSES + split_class;
       part[i] = split < splits ? values[((size_t)token_row * max_splits + split) * HEADS * PIECES]
                                : make_uint4(0, 0, 0, 0);
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 #pragma unroll
   for (int v = 0; v < 8; ++v) value[v] = 0.0f;
   for (int chunk = 0; chunk < splits; chunk += CHUNK) {
-    if (chunk > 0) __syncthreads();  // the last weights were used
+    if (chunk > 0) __syncthreads();  // new weights overwrite the last ones
     const int end = min(chunk + CHUNK, splits);
     for (int batch = chunk; batch < end; batch += 32) {
       float weight = 0.0f, weighted_sum = 0.0f;
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     for (int batch = chunk; batch < end; batch += BATCH) {
       if (batch > 0) load_parts(batch);
 #pragma unroll
-      for (int i = 0; i < MINE; ++i) {
+      for (int i = 0; i < CLASS_SPLITS; ++i) {
         const float mine = weights[lane / 4][batch - chunk + i * CLASSES + split_class];
         const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
 #pragma unroll
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   for (int w = 0; w < 4; ++w)
     joined[split_class][warp % GROUPS][w][lane] = make_float2(value[2 * w], value[2 * w + 1]);
   __syncthreads();
-  // 2 columns of each 8 of 32 are a lane's, of one head
+  // In `joined`, a lane has 2 of every 8 columns of one head. Here a warp writes one head, a lane 2 columns.
   const int head = warp, pair = lane % 16, from = head * 4 + pair % 4;
   float low = 0.0f, high = 0.0f;
 #pragma unroll

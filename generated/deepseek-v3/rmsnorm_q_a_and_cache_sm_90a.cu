@@ -18,8 +18,9 @@
 //   kv_cache          bf16*         kv_cache [sequences][context + 64][576] bfloat16, of this layer
 //   context_capacity  int           set by the plan
 
-// A token row's low-rank query, normalised, by one block, and beside it its cache entry, by another: the latent c_kv
-// normalised, k_rope rotated by the row's position. Pairs are interleaved, (x0, x1), (x2, x3), ...
+// A token row has two blocks. One normalises its low-rank query. The other writes its cache row: c_kv normalised,
+// k_rope rotated by the row's position.
+// Pairs are interleaved, (x0, x1), (x2, x3), ...
 #include "primitives.cuh"
 
 namespace rmsnorm_q_a_and_cache {
@@ -27,7 +28,7 @@ namespace norm {
 constexpr int WIDTH = 1536;
 constexpr int X_STRIDE = 2112;  // elements from one token row of x to the next
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;
-constexpr int BLOCK = 384;  // threads of a row
+constexpr int BLOCK = 384;  // threads that a row has
 constexpr int WARPS = BLOCK / 32;
 constexpr int VECTOR = 4;  // consecutive elements of a thread
 constexpr int ROUNDS = (WIDTH + BLOCK * VECTOR - 1) / (BLOCK * VECTOR);
@@ -59,7 +60,7 @@ __device__ __forceinline__ void load_row(Vector (&row)[ROUNDS], const float* x) 
   }
 }
 
-// y = row / sqrt(mean(row^2) + eps) * gain; the row's threads meet once
+// y = row / sqrt(mean(row^2) + eps) * gain. The row's threads synchronise once.
 __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const Vector (&gain)[ROUNDS],
                                           const Vector (&row)[ROUNDS], bf16* y) {
   float square_sum = 0.0f;
@@ -77,7 +78,8 @@ __device__ __forceinline__ void normalise(float (&warp_square_sum)[WARPS], const
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
 
-  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
+  // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / WIDTH + EPS));
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
@@ -96,7 +98,7 @@ constexpr int ROPE = 64, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
-// Pair i of x, turned by its angle, to out, which has the numbers by their places in the head.
+// Rotates pair i of the head `x` by its angle and writes it to the same places of the head `out`.
 template <class X, class Out>
 __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
                                        Out out) {
@@ -105,20 +107,22 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
 
-constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
+constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
+constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
+// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int chunk = slot / 64 * (ROW / 64) + column / 64;
-  return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
+  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
+  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
+         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
 }
 
 constexpr int KV_LORA = 512;
-constexpr int KV_A_STRIDE = 2112;                   // a row of the projection's output
+constexpr int KV_A_STRIDE = 2112;                   // numbers of a row of the projection's output
 constexpr int KV_A_OFFSET = 1536;                   // where [c_kv | k_rope] lies in it
-constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm's own, not rms_norm_eps
+constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // of kv_a_layernorm, which has its own
 constexpr int BLOCK = 384, WARPS = BLOCK / 32;
 
-// The numbers of a slot of a sequence's part of the cache, from column `first` on.
+// Gives access to the row in slot `slot` of a sequence's part of the cache, from column `first` on.
 struct CacheRow {
   bf16* sequence;
   int slot, first;
@@ -126,7 +130,7 @@ struct CacheRow {
     return sequence[cache_place(slot, first + column)];
   }
 };
-// The latent c_kv is normalised, k_rope rotated.
+// Writes [c_kv | k_rope]: c_kv normalised, k_rope rotated.
 __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
                                                 const float* norm_weight, const float* cos_row,
                                                 const float* sin_row, bf16* sequence, int slot) {
@@ -140,14 +144,15 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
   square_sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) square_sum += warp_square_sum[w];
-  // a sum beyond float32 would make all of the row zeros without a word: it makes NaNs, which end the run
+  // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
+  // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / KV_LORA + EPS));
   const CacheRow row{sequence, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
     row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
 }
 }  // namespace cache
-static_assert(norm::BLOCK == cache::BLOCK, "one launch for both");
+static_assert(norm::BLOCK == cache::BLOCK, "one launch serves both");
 
 extern "C" __global__ void __launch_bounds__(norm::BLOCK)
     rmsnorm_q_a_and_cache(const int* num_tokens, const int* row_sequence, const int* row_position,
@@ -158,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
   SHARED_ARRAY(float, warp_square_sum, [norm::WARPS]);
   griddepcontrol_launch_dependents();
   norm::Vector gain[norm::ROUNDS];
-  norm::load_weights(gain, q_a_weight);  // they wait for nobody
+  norm::load_weights(gain, q_a_weight);  // only the host writes weights
   const int token_row = blockIdx.x;
   size_t angles = 0, sequence = 0;
   int slot = 0;
-  const bool is_there =
-      token_row < *num_tokens;  // rows are old: the embedding let no kernel start before they were there
+  // The rows are complete: no kernel of the step starts before the embedding has seen them.
+  const bool is_there = token_row < *num_tokens;
   if (is_there) {
     angles = (size_t)row_position[token_row] * cache::HALF;
     sequence = (size_t)row_sequence[token_row] * context_capacity * cache::ROW;

@@ -13,8 +13,9 @@
 //   sin_table     const float*  sin_table [context + 64][32] float32
 //   y             bf16*         query [rows][128][576] bfloat16
 
-// A linear layer of each head on tensor cores, y[m][h] = W[h] x[m][h], for few token rows: a block holds some row
-// tiles of a head's weights in registers, all on their way before it waits. Sums are split and joined as in linear_mma.
+// A linear layer for each head on tensor cores, y[m][h] = W[h] x[m][h], for few token rows. A block loads some row
+// tiles of a head's weights to registers, all before griddepcontrol_wait. Sums are split and added as in
+// linear_mma.
 // Per head, q_nope into the latent space.
 #include "primitives.cuh"
 
@@ -23,20 +24,20 @@ constexpr int ROWS = 512;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 24576, X_HEAD_STRIDE = 192;
 constexpr int Y_STRIDE = 73728, Y_HEAD_STRIDE = 576;
-constexpr int SPLITS = 2, SPLIT_STEPS = 4;  // of the inputs, in steps of 16
+constexpr int RANGES = 2, RANGE_STEPS = 4;  // of the inputs, in steps of 16
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
-constexpr int WARP_TILES = 4;                       // row tiles of a warp, for one split
-constexpr int TILES = WARPS / SPLITS * WARP_TILES;  // row tiles of a block
-constexpr int MAX_TOKENS = 32;                      // of one reading of the weights
+constexpr int WARP_TILES = 4;                       // row tiles of a warp, for one range
+constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block
+constexpr int MAX_TOKENS = 32;                      // most that one pass over the weights serves
 constexpr int BLOCKS_PER_SM = 2;                    // the registers that this leaves are enough not to spill
-static_assert(WARPS % SPLITS == 0, "whole row tiles in a block");
-constexpr int PARTS =
-    (ROW_TILES + TILES - 1) / TILES;  // blocks of a head's row tiles; one more rotates its queries
+static_assert(WARPS % RANGES == 0, "whole row tiles in a block");
+// blocks with a head's row tiles; one more block rotates q_rope
+constexpr int PARTS = (ROW_TILES + TILES - 1) / TILES;
 constexpr int ROPE = 64, HALF = ROPE / 2;
 __device__ __forceinline__ int first_of_pair(int i) { return 2 * i; }
 __device__ __forceinline__ int second_of_pair(int i) { return 2 * i + 1; }
 
-// Pair i of x, turned by its angle, to out, which has the numbers by their places in the head.
+// Rotates pair i of the head `x` by its angle and writes it to the same places of the head `out`.
 template <class X, class Out>
 __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const float* sin_row, int i,
                                        Out out) {
@@ -45,36 +46,37 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
 
-// weight: [head][row tile][step][lane] of 16 bytes, each lane's A fragment; inside a step the inputs are permuted so
+// weight: [head][row tile][step][lane] of 16 bytes, each lane's A fragment. The inputs of a step are permuted, so
 // that a lane's B fragment is 4 consecutive elements of x.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     w_uk_absorb_few(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight,
                     const int* row_position, const float* __restrict__ cos_table,
                     const float* __restrict__ sin_table, bf16* y) {
-  SHARED_ARRAY(float, partial, [TILES][SPLITS][4][32]);
+  SHARED_ARRAY(float, partial, [TILES][RANGES][4][32]);
   griddepcontrol_launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.z;
-  const int split = warp % SPLITS, local_tile = warp / SPLITS * WARP_TILES, first_tile = blockIdx.x * TILES;
-  uint4 fragments[WARP_TILES][SPLIT_STEPS];
+  const int range = warp % RANGES, local_tile = warp / RANGES * WARP_TILES, first_tile = blockIdx.x * TILES;
+  uint4 fragments[WARP_TILES][RANGE_STEPS];
 #pragma unroll
   for (int j = 0; j < WARP_TILES; ++j)
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) {  // weights wait for nobody
+    for (int s = 0; s < RANGE_STEPS; ++s) {  // only the host writes weights
       const int tile = first_tile + local_tile + j;
-      const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + split * SPLIT_STEPS + s;
+      const size_t step = ((size_t)head * ROW_TILES + tile) * RANGES * RANGE_STEPS + range * RANGE_STEPS + s;
       fragments[j][s] = tile < ROW_TILES ? ld_global_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
   griddepcontrol_wait();
   const int first_token = blockIdx.y * MAX_TOKENS, count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) return;
   const bf16* x_head = x + (size_t)first_token * X_STRIDE + (size_t)head * X_HEAD_STRIDE;
   bf16* y_head = y + (size_t)first_token * Y_STRIDE + (size_t)head * Y_HEAD_STRIDE;
-  if (blockIdx.x == PARTS) {  // q_rope stands behind a head's q_nope, and goes behind its outputs
+  if (blockIdx.x == PARTS) {  // q_rope, which follows the head's q_nope, goes behind the head's outputs
     for (int i = threadIdx.x; i < count * HALF; i += BLOCK) {
       const int m = i / HALF;
       const size_t angles = (size_t)row_position[first_token + m] * HALF;
-      rotate(x_head + (size_t)m * X_STRIDE + SPLITS * SPLIT_STEPS * 16, cos_table + angles,
+      rotate(x_head + (size_t)m * X_STRIDE + RANGES * RANGE_STEPS * 16, cos_table + angles,
              sin_table + angles, i % HALF, y_head + (size_t)m * Y_STRIDE + ROWS);
     }
     return;
@@ -83,33 +85,33 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   for (int first = 0; first < count; first += 8) {
     const int m = first + lane / 4;
     const bf16* x_lane =
-        x_head + (size_t)(m < count ? m : 0) * X_STRIDE + split * SPLIT_STEPS * 16 + lane % 4 * 4;
-    uint2 inputs[SPLIT_STEPS];
+        x_head + (size_t)(m < count ? m : 0) * X_STRIDE + range * RANGE_STEPS * 16 + lane % 4 * 4;
+    uint2 inputs[RANGE_STEPS];
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
+    for (int s = 0; s < RANGE_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
 #pragma unroll
     for (int j = 0; j < WARP_TILES; ++j) {
       float sum[4] = {};
 #pragma unroll
-      for (int s = 0; s < SPLIT_STEPS; ++s) {
+      for (int s = 0; s < RANGE_STEPS; ++s) {
         const u32 a[4] = {fragments[j][s].x, fragments[j][s].y, fragments[j][s].z, fragments[j][s].w};
         const u32 b[2] = {inputs[s].x, inputs[s].y};
         mma_m16n8k16_bf16(sum, a, b);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) partial[local_tile + j][split][i][lane] = sum[i];
+      for (int i = 0; i < 4; ++i) partial[local_tile + j][range][i][lane] = sum[i];
     }
     __syncthreads();
-    // element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
+    // element i of a lane's fragment is row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
     for (int o = threadIdx.x; o < min(8, count - first) * TILES * 16; o += BLOCK) {
       const int t = o / (TILES * 16), n = o % (TILES * 16), row = first_tile * 16 + n;
       if (row >= ROWS) continue;
       float total = 0.0f;
 #pragma unroll
-      for (int s = 0; s < SPLITS; ++s) total += partial[n / 16][s][n / 8 % 2 * 2 + t % 2][n % 8 * 4 + t / 2];
+      for (int s = 0; s < RANGES; ++s) total += partial[n / 16][s][n / 8 % 2 * 2 + t % 2][n % 8 * 4 + t / 2];
       y_head[(size_t)(first + t) * Y_STRIDE + row] = from_float<bf16>(total);
     }
-    __syncthreads();  // the next tokens' sums come to where these are
+    __syncthreads();  // the next tokens' sums overwrite these
   }
 }
 }  // namespace w_uk_absorb_few

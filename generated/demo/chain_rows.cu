@@ -18,9 +18,10 @@
 //   row_slot         int*        row_slot [rows] int32
 //   from_root        int         set by the plan
 
-// Row metadata for runs of tokens after their sequences' committed ones (prefill), or for their root tokens alone
-// (decode). Place p of a step is sequence step_sequence[p] with rows step_begin[p] .. step_begin[p + 1] - 1. Every
-// key such a row may see lies in the cache at its own position: the prefix is the row itself.
+// Row metadata of a step without trees: for tokens that follow their sequence's committed ones (prefill), or for
+// the root token of each sequence (decode). Place p of a step is sequence step_sequence[p] with rows step_begin[p]
+// .. step_begin[p + 1] - 1. All keys that a row sees lie in the cache by position, so its prefix ends behind
+// itself.
 #include "primitives.cuh"
 
 namespace chain_rows {

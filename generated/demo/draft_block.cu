@@ -16,8 +16,9 @@
 //   row_position     int*        row_position [rows] int32
 //   row_last         int*        row_last [16 sequences] int32
 
-// Token rows of draft blocks, one after another: a sequence's root token, then mask tokens, at the positions that
-// follow its committed ones. Place p of a step has rows draft_begin[p] .. draft_begin[p + 1] - 1, or none.
+// Writes the token rows of draft blocks. A draft block is the sequence's root token and mask tokens behind it, at
+// the positions that follow the committed ones. Place p of a step has rows draft_begin[p] .. draft_begin[p + 1] -
+// 1; none if the two are equal.
 #include "primitives.cuh"
 
 namespace draft_block {
@@ -38,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     tokens[row] = index == 0 ? root_token[sequence] : MASK_TOKEN;
     row_sequence[row] = sequence;
     row_position[row] = length + index;
-    row_last[row] =
-        length + draft_begin[place + 1] - draft_begin[place] - 1;  // the last position that the block sees
+    // the last position that the block sees
+    row_last[row] = length + draft_begin[place + 1] - draft_begin[place] - 1;
   }
   if (threadIdx.x == 0) *num_tokens = rows;
 }

@@ -10,8 +10,8 @@
 //   features    bf16*         features [rows][448] bfloat16
 //   place       int           set by the plan
 
-// A decoder layer's output to its place among the features that the drafter reads: features[m] holds the outputs of
-// all captured layers, one after another.
+// Copies a decoder layer's output to the features that the drafter reads. features[m] holds the outputs of all captured
+// layers, one after another.
 #include "primitives.cuh"
 
 namespace draft_capture {

@@ -18,15 +18,15 @@
 //   context_position  int*         context_position [rows] int32
 //   from_tree         int          set by the plan
 
-// The features of the tokens that a step committed, one token after another, for the drafter to make its context
-// rows of. After a run of tokens that is every row of the step, after a tree the accepted nodes in path order.
+// Copies the features of the tokens that a step committed, one token after another; the drafter makes its context rows
+// from them. A step without trees commits all of its rows. A tree commits its accepted nodes, in the order of the path.
 #include "primitives.cuh"
 
 namespace draft_context {
 constexpr int WIDTH = 448;  // features of a token row
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 256;
-constexpr int COLUMNS = 2048;  // features that a block moves
+constexpr int COLUMNS = 2048;  // features that a block copies
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     draft_context(const int* step_count, const int* step_sequence, const int* step_begin,

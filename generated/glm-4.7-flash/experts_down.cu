@@ -15,8 +15,7 @@
 //   y              float*                expert_output [rows][4][2048] float32
 //   row_tiles      int                   set by the plan
 
-// Routed experts on tensor cores. A group of warps takes one tile of 16 weight rows after another; its warps
-// split the
+// Routed experts on tensor cores. A group of warps takes one tile of 16 weight rows after another; its warps split the
 // inputs of that tile, and multiply for all assignments of the expert. Weights are bf16.
 #include "primitives.cuh"
 
@@ -24,18 +23,21 @@ namespace experts_down {
 constexpr int ROWS = 2048, COLS = 1536;      // outputs, inputs
 constexpr int EXPERTS = 64;                  // of a layer
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
-constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where it has assignments
-constexpr int WARPS =
-    4;  // split the inputs of a tile; depends on the shape alone, so the bits of a row do too
+// TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
+constexpr int ASSIGNMENTS_PER_X_ROW = 1;
+// warps that split the inputs of a tile; depends on the shape alone, so the bits of a row do too
+constexpr int WARPS = 4;
 constexpr int GROUPS = 2;  // of warps in a block, which find each other's inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
-constexpr int TOKEN_TILES = 2, ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
-constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
+constexpr int TOKEN_TILES = 2;
+constexpr int ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
+constexpr int BLOCKS_PER_SM = 2;              // the registers that this leaves are enough not to spill
 constexpr int OUTPUTS = ROWS, TILE_OUTPUTS = 16, LANE_OUTPUTS = 4;
 using Inputs = uint2;  // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
+static_assert(STEP_BYTES == 32 * 16, "a fragment for each lane");
 
 __device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* bytes) {
   const uint4 four = *reinterpret_cast<const uint4*>(bytes);
@@ -55,9 +57,10 @@ struct Weights {  // of a lane, for a step
   }
 };
 
-constexpr int ROW_TILES_AT_ONCE = 2;  // that use one reading of the inputs of more than 8 assignments
-constexpr int STAGE_STEPS = 2;        // steps that a warp copies at a time
-constexpr int SLOTS = 6;  // stages in a warp's ring, of which one is in use and the others are being copied
+// row tiles that use one reading of the inputs of more than 8 assignments
+constexpr int ROW_TILES_AT_ONCE = 2;
+constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
+constexpr int SLOTS = 6;        // stages in a warp's ring; one is in use, the others are being copied
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
@@ -125,7 +128,7 @@ __device__ __forceinline__ int most_assignments(const Lists& lists, int experts)
   return (int)warp_max(most);
 }
 
-// The sum of this lane's value and of those of the lanes before.
+// The sum of the values of this lane and of the lanes before it.
 __device__ __forceinline__ int warp_prefix(int value) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -161,9 +164,8 @@ __device__ __forceinline__ int2 units_of_equal_cost(const Lists& lists, int expe
       left -= tile_cost(lists.count(i)) * row_tiles;
     const int cost = i < end ? tile_cost(lists.count(i)) : 1;
     const int unit = i * row_tiles + (left + cost - 1) / cost;
-    bounds[b] =
-        __shfl_sync(0xffffffffu, unit,
-                    31 - __clz(lanes));  // from the last lane whose experts begin at the bound or before
+    // from the last lane whose experts begin at the bound or before
+    bounds[b] = __shfl_sync(0xffffffffu, unit, 31 - __clz(lanes));
   }
   return make_int2(bounds[0], bounds[1]);
 }
@@ -209,8 +211,8 @@ struct SinglePassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = evict_first_policy();
-    for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, once); });
+    const u64 policy = evict_first_policy();
+    for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, policy); });
     source += STAGE_BYTES;
     if (++stage < WARP_STAGES) return;
     stage = 0, source += GROUPS * TILE_BYTES - WARP_BYTES, --tiles_left, tile += GROUPS;
@@ -240,12 +242,12 @@ struct MultiPassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = evict_first_policy();
+    const u64 policy = evict_first_policy();
     const bool two = stage_bytes < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
     // where the second half of the stage lies; without a second tile it is the first tile's again
     const int to_second = two ? GROUPS * TILE_BYTES - stage_bytes : -stage_bytes;
     for_bytes_of_lane(
-        [&](int at) { cp_async_16(to + at, source + (at < stage_bytes ? at : at + to_second), once); });
+        [&](int at) { cp_async_16(to + at, source + (at < stage_bytes ? at : at + to_second), policy); });
     source += stage_bytes;
     if (++stage < (stage_bytes == STAGE_BYTES ? WARP_STAGES : WARP_STAGES * 2)) return;
     stage = 0, source -= WARP_BYTES;
@@ -261,7 +263,7 @@ struct MultiPassStream {
 struct alignas(16) GroupShared {
   unsigned char ring[WARPS][SLOTS][STAGE_BYTES];
   float partial[TOKEN_TILES][WARPS][4]
-               [32];  // sums of as many row tiles with up to 8 assignments, or of one with more
+               [32];  // of so many row tiles with up to 8 assignments, or of one with more
 };
 struct alignas(16) Shared {
   GroupShared groups[GROUPS];

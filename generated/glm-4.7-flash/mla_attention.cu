@@ -18,11 +18,11 @@
 //   context_capacity  int          set by the plan
 //   max_splits        int          set by the plan
 
-// Absorbed MLA attention on tensor cores: one block a token row, 16 heads and split of the keys; the heads are
-// the m16 operand.
-// Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
-// are the row's ancestors in the draft tree, found through its path. Tile and split bounds are absolute
-// positions, so a row's bits depend on the tokens before it and not on how they came to be there.
+// Absorbed MLA attention on tensor cores. A block has one token row, 16 heads and one split of the keys; the heads
+// are the m16 operand.
+// Keys are read in the order of their positions. Those before the row's prefix lie in the cache by position; later ones
+// are the row's ancestors in the draft tree, and the row's path says where they lie. Bounds of tiles and splits are
+// absolute positions, so a row's bits depend on the tokens before it and not on the steps that wrote them.
 #include "primitives.cuh"
 
 namespace mla_attention {
@@ -31,18 +31,19 @@ constexpr int KV_LORA = 512;  // also the values' width: V is the latent part of
 constexpr int ROW = 576;
 constexpr int MAX_PATH = 16;
 constexpr int SPLIT = 128;  // keys of a split
-constexpr int TILE = 32;    // keys of a tile: 8 a warp for the scores
+constexpr int TILE = 32;    // keys of a tile; a warp makes the scores of 8
 constexpr float SCALE = 0x1p-4f /* 0.0625 */;
-constexpr int WARPS = 4, BLOCK = WARPS * 32;
+constexpr int BLOCK = 128, WARPS = BLOCK / 32;
+static_assert(WARPS * 8 == TILE && BLOCK == 16 * 8,
+              "warps divide the keys, and a head has 8 threads for its softmax");
 constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
-constexpr int STAGES = 2;
-constexpr int CHAINS = 4;                  // an MMA waits for the last one of its chain
-constexpr int SHARED_ROW = ROW + 8;        // 16 more bytes a row spread ldmatrix over the banks
-constexpr int VALUE_TILES = KV_LORA / 16;  // of 16 columns, shared out between the warps
+constexpr int STAGES = 2;         // 2 stages of 32 keys fit the 99 KiB of shared memory that every target has
+constexpr int CHAINS = 4;         // independent sums of a score: an MMA waits for the previous one of its sum
+constexpr int SHARED_ROW = ROW + 8;        // 16 more bytes for each row spread ldmatrix over the banks
+constexpr int VALUE_TILES = KV_LORA / 16;  // of 16 columns; warps take them in turn
 constexpr int WARP_VALUE_TILES = (VALUE_TILES + WARPS - 1) / WARPS;
 constexpr int P_ROW = TILE + 8;
 
-// 96896 bytes: 2 stages of 32 keys are what fits the 99 KiB that every target has
 struct Shared {
   bf16 query[16][SHARED_ROW];
   bf16 key[STAGES][TILE][SHARED_ROW];
@@ -50,6 +51,7 @@ struct Shared {
   float score[16][TILE + 1];
   float rescale[16];
 };
+static_assert(sizeof(Shared) == 96896, "the plan launches with this many bytes");
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
@@ -92,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   for (int v = 0; v < WARP_VALUE_TILES; ++v)
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[v][0][i] = values[v][1][i] = 0.0f;
-  // softmax state of head threadIdx.x / 8, the same in its 8 threads
+  // of the softmax of head threadIdx.x / 8; its 8 threads have the same numbers
   float running_max = negative_infinity(), running_sum = 0.0f;
 
   int stage = 0;
@@ -102,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     cp_async_wait_group<1>();
     __syncthreads();
 
-    // scores: warp w takes keys 8w .. 8w + 7; the sums of every CHAINS-th step run side by side and are added in order
+    // Scores: warp w has keys 8w .. 8w + 7. Each of CHAINS sums adds up every CHAINS-th step; then these are added
+    // in order.
     float chain[CHAINS][4];
 #pragma unroll
     for (int c = 0; c < CHAINS; ++c) chain[c][0] = chain[c][1] = chain[c][2] = chain[c][3] = 0.0f;
@@ -123,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     }
     __syncthreads();
 
-    // softmax: 8 threads a head, 4 keys each
+    // softmax: a head has 8 threads, each with 4 keys
     const int head = threadIdx.x / 8, first = threadIdx.x % 8 * 4;
     float new_max = running_max;
 #pragma unroll
@@ -147,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     if (first == 0) shared->rescale[head] = rescale;
     __syncthreads();
 
-    // values: warp w takes column tiles w, w + 4, ...
+    // values: warp w has column tiles w, w + 4, ...
     u32 p[TILE / 16][4];
 #pragma unroll
     for (int k = 0; k < TILE / 16; ++k)
@@ -173,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
         mma_m16n8k16_bf16(values[v][1], p[k], b1);
       }
     }
-    __syncthreads();  // before this stage is loaded again
+    __syncthreads();  // this stage is loaded again
   }
 
   const size_t out = ((size_t)token_row * max_splits + split) * HEADS + first_head;

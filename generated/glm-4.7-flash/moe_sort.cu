@@ -22,14 +22,14 @@ namespace moe_sort {
 constexpr int EXPERTS = 64;
 constexpr int TOP_K = 4;
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
-constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // in which a thread has one expert
+constexpr int ROUNDS = (EXPERTS + BLOCK - 1) / BLOCK;  // experts of a thread, one in each round
 
 struct Shared {
   int place[WARPS][EXPERTS];  // how many assignments of an expert a warp has; later, where its next one goes
   int warp_total[WARPS];
 };
 
-// The sum of this lane's value and of those of the lanes before.
+// The sum of the values of this lane and of the lanes before it.
 __device__ __forceinline__ int warp_prefix(int value) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ int warp_prefix(int value) {
   return value;
 }
 
-// What is before this thread's value in the block, and what all of the block have together.
+// Returns the sum of the values of the threads before this one, and the sum of all values of the block.
 __device__ __forceinline__ int2 block_prefix(int value, int* warp_total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int sum = warp_prefix(value);
@@ -50,7 +50,7 @@ __device__ __forceinline__ int2 block_prefix(int value, int* warp_total) {
     if (w < warp) before += warp_total[w];
     all += warp_total[w];
   }
-  __syncthreads();  // before the next call writes
+  __syncthreads();  // the next call overwrites warp_total
   return make_int2(before + sum - value, all);
 }
 
@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     active_before += active.y;
   }
   if (threadIdx.x == 0) *num_active = active_before;
-  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)  // the experts' kernels copy whole lists
+  // the experts' kernels copy whole lists
+  for (int i = active_before + threadIdx.x; i < EXPERTS; i += BLOCK)
     active_expert[i] = active_begin[i] = active_end[i] = 0;
   __syncthreads();
 

@@ -10,8 +10,9 @@
 //   weight      const uint4*  w_uv_absorb [20][256][512] bfloat16, packed as mma_a
 //   y           bf16*         attention [rows][20][256] bfloat16
 
-// A linear layer of each head on tensor cores, y[m][h] = W[h] x[m][h], for few token rows: a block holds some row
-// tiles of a head's weights in registers, all on their way before it waits. Sums are split and joined as in linear_mma.
+// A linear layer for each head on tensor cores, y[m][h] = W[h] x[m][h], for few token rows. A block loads some row
+// tiles of a head's weights to registers, all before griddepcontrol_wait. Sums are split and added as in
+// linear_mma.
 // Per head, attention output out of the latent space.
 #include "primitives.cuh"
 
@@ -20,32 +21,33 @@ constexpr int ROWS = 256;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 10240, X_HEAD_STRIDE = 512;
 constexpr int Y_STRIDE = 5120, Y_HEAD_STRIDE = 256;
-constexpr int SPLITS = 4, SPLIT_STEPS = 8;  // of the inputs, in steps of 16
+constexpr int RANGES = 4, RANGE_STEPS = 8;  // of the inputs, in steps of 16
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
-constexpr int WARP_TILES = 2;                       // row tiles of a warp, for one split
-constexpr int TILES = WARPS / SPLITS * WARP_TILES;  // row tiles of a block
-constexpr int MAX_TOKENS = 32;                      // of one reading of the weights
+constexpr int WARP_TILES = 2;                       // row tiles of a warp, for one range
+constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block
+constexpr int MAX_TOKENS = 32;                      // most that one pass over the weights serves
 constexpr int BLOCKS_PER_SM = 2;                    // the registers that this leaves are enough not to spill
-static_assert(WARPS % SPLITS == 0, "whole row tiles in a block");
+static_assert(WARPS % RANGES == 0, "whole row tiles in a block");
 
-// weight: [head][row tile][step][lane] of 16 bytes, each lane's A fragment; inside a step the inputs are permuted so
+// weight: [head][row tile][step][lane] of 16 bytes, each lane's A fragment. The inputs of a step are permuted, so
 // that a lane's B fragment is 4 consecutive elements of x.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     w_uv_absorb_few(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, bf16* y) {
-  SHARED_ARRAY(float, partial, [TILES][SPLITS][4][32]);
+  SHARED_ARRAY(float, partial, [TILES][RANGES][4][32]);
   griddepcontrol_launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.z;
-  const int split = warp % SPLITS, local_tile = warp / SPLITS * WARP_TILES, first_tile = blockIdx.x * TILES;
-  uint4 fragments[WARP_TILES][SPLIT_STEPS];
+  const int range = warp % RANGES, local_tile = warp / RANGES * WARP_TILES, first_tile = blockIdx.x * TILES;
+  uint4 fragments[WARP_TILES][RANGE_STEPS];
 #pragma unroll
   for (int j = 0; j < WARP_TILES; ++j)
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) {  // weights wait for nobody
+    for (int s = 0; s < RANGE_STEPS; ++s) {  // only the host writes weights
       const int tile = first_tile + local_tile + j;
-      const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + split * SPLIT_STEPS + s;
+      const size_t step = ((size_t)head * ROW_TILES + tile) * RANGES * RANGE_STEPS + range * RANGE_STEPS + s;
       fragments[j][s] = tile < ROW_TILES ? ld_global_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
   griddepcontrol_wait();
   const int first_token = blockIdx.y * MAX_TOKENS, count = min(MAX_TOKENS, tokens - first_token);
   if (count <= 0) return;
@@ -55,33 +57,33 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   for (int first = 0; first < count; first += 8) {
     const int m = first + lane / 4;
     const bf16* x_lane =
-        x_head + (size_t)(m < count ? m : 0) * X_STRIDE + split * SPLIT_STEPS * 16 + lane % 4 * 4;
-    uint2 inputs[SPLIT_STEPS];
+        x_head + (size_t)(m < count ? m : 0) * X_STRIDE + range * RANGE_STEPS * 16 + lane % 4 * 4;
+    uint2 inputs[RANGE_STEPS];
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
+    for (int s = 0; s < RANGE_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
 #pragma unroll
     for (int j = 0; j < WARP_TILES; ++j) {
       float sum[4] = {};
 #pragma unroll
-      for (int s = 0; s < SPLIT_STEPS; ++s) {
+      for (int s = 0; s < RANGE_STEPS; ++s) {
         const u32 a[4] = {fragments[j][s].x, fragments[j][s].y, fragments[j][s].z, fragments[j][s].w};
         const u32 b[2] = {inputs[s].x, inputs[s].y};
         mma_m16n8k16_bf16(sum, a, b);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) partial[local_tile + j][split][i][lane] = sum[i];
+      for (int i = 0; i < 4; ++i) partial[local_tile + j][range][i][lane] = sum[i];
     }
     __syncthreads();
-    // element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
+    // element i of a lane's fragment is row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
     for (int o = threadIdx.x; o < min(8, count - first) * TILES * 16; o += BLOCK) {
       const int t = o / (TILES * 16), n = o % (TILES * 16), row = first_tile * 16 + n;
       if (row >= ROWS) continue;
       float total = 0.0f;
 #pragma unroll
-      for (int s = 0; s < SPLITS; ++s) total += partial[n / 16][s][n / 8 % 2 * 2 + t % 2][n % 8 * 4 + t / 2];
+      for (int s = 0; s < RANGES; ++s) total += partial[n / 16][s][n / 8 % 2 * 2 + t % 2][n % 8 * 4 + t / 2];
       y_head[(size_t)(first + t) * Y_STRIDE + row] = from_float<bf16>(total);
     }
-    __syncthreads();  // the next tokens' sums come to where these are
+    __syncthreads();  // the next tokens' sums overwrite these
   }
 }
 }  // namespace w_uv_absorb_few

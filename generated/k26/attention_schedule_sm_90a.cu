@@ -159,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(32)
   begin_after_previous_kernel();
   const int rows = *num_tokens, blocks = gridDim.x, block = blockIdx.x;
   Writer writer{schedules[block], row_sequence, row_position, row_prefix, first_row, 0};
-  const int workers_each = max(1, blocks / max(1, rows)),
-            dealt = rows * workers_each;  // workers of a row, and of all
-  if (block >= dealt) {                   // left over
+  // workers of a row, and of all
+  const int workers_each = max(1, blocks / max(1, rows)), dealt = rows * workers_each;
+  if (block >= dealt) {  // left over
     for (int row = block - dealt; row < rows; row += blocks - dealt) {
       const int keys = row_position[row] + 1, own = own_keys(keys, rows, workers_each);
       if (own < keys) writer.add(row, 1, split_of(own), split_of(keys - 1) + 1, keys);

@@ -17,8 +17,9 @@
 //   window           int           set by the plan
 
 // Joins the splits of one row and head of a draft block, in split order:
-// values = sum_s e^(m_s - m) values_s / sum_s e^(m_s - m) sum_s. The splits are those that any row of the block sees;
-// one in which this row sees no key has m_s = -infinity and weighs nothing.
+// values = sum_s e^(m_s - m) values_s / sum_s e^(m_s - m) sum_s.
+// The splits are all that any row of the draft block sees. If this row sees no key of a
+// split, m_s is -infinity, and the split has weight 0.
 #include "primitives.cuh"
 
 namespace draft_combine {

@@ -17,9 +17,8 @@
 
 // Routed experts of many token rows on asynchronous tensor cores. The bits are those of experts_down: chains of MMA
 // steps and ranges of inputs are the same, and the ranges' sums are added in the same order. A block works on
-// one tile of an expert's tokens after another. Each of its warps copies a tile of 16 weight rows for itself,
-// and all warps use the
-// tokens' inputs, which they copy together. INT4 weights q * scale, one scale for 32 inputs.
+// one tile of an expert's tokens after another. Each of its warps copies a tile of 16 weight rows for itself, and all
+// warps use the tokens' inputs, which they copy together. INT4 weights q * scale, one scale for 32 inputs.
 #include "primitives.cuh"
 
 namespace experts_down_tiled {
@@ -30,11 +29,12 @@ constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_d
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // of a tile at most
 using Inputs = uint4;       // a lane's part of a group of 32 inputs: two B fragments
-constexpr int PART_INPUTS = 32, PARTS = 2,
-              STEPS = (COLS + 63) / 64;  // a step has two groups of inputs, its parts
+// A step has two groups of inputs with a scale each, its parts.
+constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
-constexpr int STEP_BYTES = 576, SCALES_AT = 512;
+constexpr int STEP_BYTES = 576, SCALES_AT = 32 * 16;
+static_assert(STEP_BYTES == SCALES_AT + 8 * 4 * 2, "nibbles, then scales");
 // Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. So a sum of products with
 // inputs x has 136 x too much in it for each: the nibble bias. A product of the inputs with a fragment of -136
 // takes it off. That is cheaper than a subtraction for each pair of weights, and serves every row tile.
@@ -199,9 +199,9 @@ struct Loader {
   const bf16* x;
   int row_tiles;
   Item item;
-  int stage,
-      unarranged;    // the stage of the item that is copied next; how many copied stages are not arranged yet
-  int slot, parity;  // of the stage in use, and its barrier's
+  // the stage of the item that is copied next; how many copied stages are not arranged yet
+  int stage, unarranged;
+  int slot, parity;              // of the stage in use, and its barrier's
   const unsigned char* weights;  // this lane's, of the stage that is copied next
   const bf16* inputs;            // this thread's of it
   bool has_token;
@@ -268,7 +268,7 @@ struct Loader {
   }
 };
 
-// Adds the total of the ranges before to a range's sum, and keeps it.
+// total += sum, for this thread's sums of range `range`. `sum` becomes the new total.
 template <int FLOATS>
 __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[BLOCK], int range) {
 #pragma unroll

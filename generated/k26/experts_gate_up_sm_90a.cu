@@ -15,8 +15,7 @@
 //   y              bf16*                 expert_mlp [rows][8][2048] bfloat16
 //   row_tiles      int                   set by the plan
 
-// Routed experts on tensor cores. A group of warps takes one tile of 16 weight rows after another; its warps
-// split the
+// Routed experts on tensor cores. A group of warps takes one tile of 16 weight rows after another; its warps split the
 // inputs of that tile, and multiply for all assignments of the expert. INT4 weights q * scale, one scale for 32 inputs.
 #include "primitives.cuh"
 
@@ -24,21 +23,24 @@ namespace experts_gate_up {
 constexpr int ROWS = 4096, COLS = 7168;      // outputs, inputs
 constexpr int EXPERTS = 384;                 // of a layer
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
-constexpr int ASSIGNMENTS_PER_X_ROW = 8;     // TOP_K where x has token rows, 1 where it has assignments
-constexpr int WARPS =
-    4;  // split the inputs of a tile; depends on the shape alone, so the bits of a row do too
+// TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
+constexpr int ASSIGNMENTS_PER_X_ROW = 8;
+// warps that split the inputs of a tile; depends on the shape alone, so the bits of a row do too
+constexpr int WARPS = 4;
 constexpr int GROUPS = 4;  // of warps in a block, which find each other's inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
-constexpr int TOKEN_TILES = 2, ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
-constexpr int BLOCKS_PER_SM = 1;  // the registers that this leaves are enough not to spill
-constexpr int OUTPUTS = ROWS / 2, TILE_OUTPUTS = 8,
-              LANE_OUTPUTS = 2;  // a tile has 8 gate rows and their 8 up rows
-using Inputs = uint4;            // a lane's part of a group of 32 inputs: two B fragments
-constexpr int PART_INPUTS = 32, PARTS = 2,
-              STEPS = (COLS + 63) / 64;  // a step has two groups of inputs, its parts
+constexpr int TOKEN_TILES = 2;
+constexpr int ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
+constexpr int BLOCKS_PER_SM = 1;              // the registers that this leaves are enough not to spill
+// a tile has 8 gate rows and their 8 up rows
+constexpr int OUTPUTS = ROWS / 2, TILE_OUTPUTS = 8, LANE_OUTPUTS = 2;
+using Inputs = uint4;  // a lane's part of a group of 32 inputs: two B fragments
+// A step has two groups of inputs with a scale each, its parts.
+constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
 // A step of a tile: 32 lanes x 16 bytes of nibbles (q + 8), then bf16 scales, four for each g in 0 .. 7: rows g and
 // g + 8 by inputs 0 - 31 and 32 - 63.
-constexpr int STEP_BYTES = 576, SCALES_AT = 512;
+constexpr int STEP_BYTES = 576, SCALES_AT = 32 * 16;
+static_assert(STEP_BYTES == SCALES_AT + 8 * 4 * 2, "nibbles, then scales");
 // Two weights as bf16 128 + u, from nibbles u = q + 8 in the low mantissa bits. So a sum of products with
 // inputs x has 136 x too much in it for each: the nibble bias. A product of the inputs with a fragment of -136
 // takes it off. That is cheaper than a subtraction for each pair of weights, and serves every row tile.
@@ -93,9 +95,10 @@ struct Group {
   }
 };
 
-constexpr int ROW_TILES_AT_ONCE = 2;  // that use one reading of the inputs of more than 8 assignments
-constexpr int STAGE_STEPS = 4;        // steps that a warp copies at a time
-constexpr int SLOTS = 3;  // stages in a warp's ring, of which one is in use and the others are being copied
+// row tiles that use one reading of the inputs of more than 8 assignments
+constexpr int ROW_TILES_AT_ONCE = 2;
+constexpr int STAGE_STEPS = 4;  // steps that a warp copies at a time
+constexpr int SLOTS = 3;        // stages in a warp's ring; one is in use, the others are being copied
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES,
               WARP_BYTES = TILE_BYTES / WARPS;
@@ -224,7 +227,7 @@ __device__ __forceinline__ int most_assignments(const Lists& lists, int experts)
   return (int)warp_max(most);
 }
 
-// The sum of this lane's value and of those of the lanes before.
+// The sum of the values of this lane and of the lanes before it.
 __device__ __forceinline__ int warp_prefix(int value) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -260,9 +263,8 @@ __device__ __forceinline__ int2 units_of_equal_cost(const Lists& lists, int expe
       left -= tile_cost(lists.count(i)) * row_tiles;
     const int cost = i < end ? tile_cost(lists.count(i)) : 1;
     const int unit = i * row_tiles + (left + cost - 1) / cost;
-    bounds[b] =
-        __shfl_sync(0xffffffffu, unit,
-                    31 - __clz(lanes));  // from the last lane whose experts begin at the bound or before
+    // from the last lane whose experts begin at the bound or before
+    bounds[b] = __shfl_sync(0xffffffffu, unit, 31 - __clz(lanes));
   }
   return make_int2(bounds[0], bounds[1]);
 }
@@ -308,8 +310,8 @@ struct SinglePassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = evict_first_policy();
-    for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, once); });
+    const u64 policy = evict_first_policy();
+    for_bytes_of_lane([&](int at) { cp_async_16(to + at, source + at, policy); });
     source += STAGE_BYTES;
     if (++stage < WARP_STAGES) return;
     stage = 0, source += GROUPS * TILE_BYTES - WARP_BYTES, --tiles_left, tile += GROUPS;
@@ -339,12 +341,12 @@ struct MultiPassStream {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
   }
   __device__ __forceinline__ void copy_stage(const Lists& lists, unsigned char* to) {
-    const u64 once = evict_first_policy();
+    const u64 policy = evict_first_policy();
     const bool two = stage_bytes < STAGE_BYTES && tiles_left > 1 && tile + GROUPS < row_tiles;
     // where the second half of the stage lies; without a second tile it is the first tile's again
     const int to_second = two ? GROUPS * TILE_BYTES - stage_bytes : -stage_bytes;
     for_bytes_of_lane(
-        [&](int at) { cp_async_16(to + at, source + (at < stage_bytes ? at : at + to_second), once); });
+        [&](int at) { cp_async_16(to + at, source + (at < stage_bytes ? at : at + to_second), policy); });
     source += stage_bytes;
     if (++stage < (stage_bytes == STAGE_BYTES ? WARP_STAGES : WARP_STAGES * 2)) return;
     stage = 0, source -= WARP_BYTES;
@@ -360,7 +362,7 @@ struct MultiPassStream {
 struct alignas(16) GroupShared {
   unsigned char ring[WARPS][SLOTS][STAGE_BYTES];
   float partial[TOKEN_TILES][WARPS][4]
-               [32];  // sums of as many row tiles with up to 8 assignments, or of one with more
+               [32];  // of so many row tiles with up to 8 assignments, or of one with more
   Biases nibble_bias[WARPS];
 };
 struct alignas(16) Shared {

@@ -15,19 +15,21 @@
 //   context_capacity  int         set by the plan
 //   max_sequences     int         set by the plan
 
-// Moves the accepted nodes' cache rows to the positions they now stand for, in every layer and for every tree of a
-// step. The j-th accepted node has index >= j, so going up through the path never overwrites a row that is still to
-// be read; each thread moves one column.
+// Moves the cache rows of accepted nodes to the slots of their positions, in every layer and for every tree of a step.
+// Each thread moves one column. The j-th accepted node has an index of at least j, so moving nodes in the order of the
+// path never overwrites a row that is still to be moved.
 #include "primitives.cuh"
 
 namespace kv_compact {
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 128;
-constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
-// 64 slots together, of those 64 columns together, in rows of 128 bytes: tiles as wgmma reads them in shared memory
+constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
+constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
+// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
 __device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int chunk = slot / 64 * (ROW / 64) + column / 64;
-  return (size_t)chunk * (64 * 64) + swizzled(slot % 64, column % 64 / 8) / sizeof(bf16) + column % 8;
+  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
+  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
+         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)

@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                 float* residual) {
   griddepcontrol_launch_dependents();
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
-  const int tokens =
-      *num_tokens;  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
   griddepcontrol_wait();
   if (token_row >= tokens || i >= HIDDEN) return;
   float sum = 0.0f;

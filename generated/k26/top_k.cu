@@ -12,8 +12,8 @@
 //   candidate_tokens     int*               candidate_tokens [sequences][16][64] int32
 //   candidate_log_probs  float*             candidate_log_probs [sequences][16][64] float32
 
-// The k most probable tokens of each draft row with their log-probabilities, best first, the lower id first on ties,
-// out of those of its parts. One block a row.
+// Merges the lists that top_k_parts made: the most probable tokens of each draft row with their log-probabilities, best
+// first, the lower id first on ties. One block for each row.
 #include "primitives.cuh"
 
 namespace top_k {
@@ -23,47 +23,48 @@ constexpr int MAX_CANDIDATES = 64;  // row stride of candidates
 constexpr int PARTS = 64;
 constexpr int BLOCK = 256, WARPS = BLOCK / 32;
 struct DraftShape {
-  int depths;      // of the tree below its root
-  int candidates;  // tokens that a depth chooses from
-  int budget;      // nodes of the tree below its root
-  int first_row;   // of the place, among the draft's rows of logits
+  int depths;      // most depths of the tree, its root not counted
+  int candidates;  // tokens that each depth may choose from
+  int budget;      // most nodes of the tree, its root not counted
+  int first_row;   // the first row of the drafter's logits that belongs to the place
 };
-constexpr int NOBODY = 0x7fffffff;
+constexpr int NO_TOKEN = 0x7fffffff;
 struct Candidate {
-  u32 key;  // the logit in an order of unsigned integers; 0: there is none
+  u32 key;  // ordered(logit); 0: no candidate
   int token;
 };
 
-// Unsigned integers in the order of the floats, all above 0; a NaN is no candidate.
+// Maps floats to unsigned integers above 0 in the same order. A NaN is no candidate and becomes 0.
 __device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.0f);  // one zero
+  const u32 bits = __float_as_uint(x + 0.0f);  // -0 becomes +0
   return x != x ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float logit_of(u32 key) {
   return key == 0 ? negative_infinity() : __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// The best of a warp's, each lane's own in: the largest key, of equal ones the lowest token.
+// The best of the candidates that the lanes of a warp give: the largest key; of equal keys, the lowest token.
 __device__ __forceinline__ Candidate best_of_warp(u32 key, int token) {
   const u32 highest = warp_max(key);
-  return Candidate{highest, (int)warp_min(key == highest ? (u32)token : (u32)NOBODY)};
+  return Candidate{highest, (int)warp_min(key == highest ? (u32)token : (u32)NO_TOKEN)};
 }
 
-// The first `count` of LISTS sorted lists of `length`, which begin `stride` apart, one after another into `out`.
+// Merges LISTS sorted lists of `length` candidates, which begin `stride` candidates apart. Writes the best `count`
+// to `out`, best first.
 template <int LISTS>
 __device__ __forceinline__ void merge_best(const Candidate* lists, int stride, int length, int count,
                                            Candidate* out) {
-  constexpr int EACH = (LISTS + 31) / 32;  // lists of a lane: lane, lane + 32, ...
+  constexpr int EACH = (LISTS + 31) / 32;  // a lane has lists lane, lane + 32, ...
   const int lane = threadIdx.x % 32;
   Candidate head[EACH];
   int at[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; ++j) {
     at[j] = 0;
-    head[j] = j * 32 + lane < LISTS ? lists[(j * 32 + lane) * stride] : Candidate{0, NOBODY};
+    head[j] = j * 32 + lane < LISTS ? lists[(j * 32 + lane) * stride] : Candidate{0, NO_TOKEN};
   }
   for (int k = 0; k < count; ++k) {
-    Candidate mine = {0, NOBODY};
+    Candidate mine = {0, NO_TOKEN};
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
       if (head[j].key > mine.key || (head[j].key == mine.key && head[j].token < mine.token)) mine = head[j];
@@ -72,14 +73,15 @@ __device__ __forceinline__ void merge_best(const Candidate* lists, int stride, i
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
       if (head[j].key != 0 && head[j].token == best.token)
-        head[j] = ++at[j] < length ? lists[(j * 32 + lane) * stride + at[j]] : Candidate{0, NOBODY};
+        head[j] = ++at[j] < length ? lists[(j * 32 + lane) * stride + at[j]] : Candidate{0, NO_TOKEN};
   }
 }
 
-struct Shared {                               // 33792 bytes
+struct Shared {
   Candidate list[PARTS][MAX_CANDIDATES + 1];  // the odd stride keeps lanes in different banks
   Candidate merged[MAX_CANDIDATES];
 };
+static_assert(sizeof(Shared) == 33792, "the plan launches with this many bytes");
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     top_k(const int* step_count, const DraftShape* draft_shape, const int2* part_candidates,
@@ -100,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   merge_best<PARTS>(&shared->list[0][0], MAX_CANDIDATES + 1, candidates, candidates, shared->merged);
   __syncwarp();
   const float largest = logit_of(shared->merged[0].key);
-  float exp_sum = 0.0f;  // lanes take parts in turn
+  float exp_sum = 0.0f;  // this lane's sum over every 32nd part
   for (int part = threadIdx.x; part < PARTS; part += 32) {
     const float2 sum = part_sums[(size_t)draft_row * PARTS + part];
     exp_sum = fmaf(expf(sum.x - largest), sum.y, exp_sum);

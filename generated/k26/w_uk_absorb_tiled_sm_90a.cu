@@ -11,9 +11,10 @@
 //   y           bf16*         query [rows][64][576] bfloat16
 //   row_tiles   int           set by the plan
 
-// Linear layer of many token rows on asynchronous tensor cores, with the bits of w_uk_absorb:
-// the same chains of MMA steps over the same ranges of inputs, whose sums are added in the same order. A warp owns a
-// tile of 16 weight rows, whose fragments it reads straight from memory; a block's warps share its tokens' inputs.
+// Linear layer of many token rows on wgmma, with the bits of w_uk_absorb: it multiplies the same MMA steps
+// of the same ranges of inputs, one after another, and adds the ranges' sums in the same order. A warp has a tile of 16
+// weight rows and loads their fragments from global memory to registers. The warps of a block share the inputs of its
+// tokens, in shared memory.
 // Per head, q_nope into the latent space.
 #include "primitives.cuh"
 
@@ -23,27 +24,27 @@ constexpr int COLS = 128;  // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 12288, X_BATCH_STRIDE = 192;
 constexpr int Y_STRIDE = 36864, Y_BATCH_STRIDE = 576;
-constexpr int RANGES = 2;       // of inputs, with a sum each: the warps of w_uk_absorb
+constexpr int RANGES = 2;       // of inputs, one for each warp of w_uk_absorb
 constexpr int STAGE_STEPS = 4;  // MMA steps of a stage
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int SLOTS = 2;  // stages of inputs in shared memory
 constexpr int TOKENS = 64, WARPS = 8, BLOCK = WARPS * 32;
-constexpr int PIECES = STAGE_STEPS * 2;                       // of 8 inputs, in a token's stage
-constexpr int LOADS = (TOKENS * PIECES + BLOCK - 1) / BLOCK;  // pieces of a stage that a thread brings
+constexpr int PIECES = STAGE_STEPS * 2;                       // of 8 inputs, of a token in a stage
+constexpr int LOADS = (TOKENS * PIECES + BLOCK - 1) / BLOCK;  // pieces of a stage that a thread loads
 constexpr int TILE_OUTPUTS = 16, OUTPUTS = ROWS;
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
-static_assert(SLOTS == 4 || SLOTS >= STAGES, "no slot is filled while it is read");
+static_assert(SLOTS == 4 || SLOTS >= STAGES, "no warp still reads a slot that is being filled");
 
-// 49168 bytes, of the 227 KiB that sm_90a has
 struct Shared {
   bf16 x[SLOTS][TOKENS][64];
-  float4 total[TOKENS / 8][BLOCK];  // each thread's own, of the ranges so far
-  u64 filled[SLOTS];
+  float4 total[TOKENS / 8][BLOCK];  // each thread's sums of the ranges so far
+  u64 filled[SLOTS];                // mbarriers: all warps have stored their part of a stage
 };
+static_assert(sizeof(Shared) == 49168, "the plan launches with this many bytes");
 
-// This thread's part of the inputs of a stage, through registers. Inside a step fragment inputs 2t, 2t+1, 2t+8, 2t+9
-// are inputs 4t .. 4t+3, as in the weights: of a piece's 4 words, the even ones go to the step's first half and the
-// odd ones to its second.
+// Copies this thread's part of the inputs of a stage to shared memory, through registers. The inputs of a step are
+// permuted as in the weights: fragment inputs 2t, 2t+1, 2t+8, 2t+9 are inputs 4t .. 4t+3. So the even words of a
+// piece go to the first half of the step, and the odd words to the second half.
 struct Inputs {
   const bf16* x;  // of the block's first token
   int count;
@@ -75,7 +76,7 @@ struct Inputs {
   }
 };
 
-// Adds the total of the ranges before to a range's sum, and keeps it.
+// total += sum, for this thread's sums of range `range`. `sum` becomes the new total.
 template <int FLOATS>
 __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[BLOCK], int range) {
 #pragma unroll
@@ -89,19 +90,19 @@ __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[
   }
 }
 
-// Output n of the block's, for its token m, on the way through where inputs were. The tokens of a fragment's quarter
-// are in different banks, and what goes to memory at once lies together.
+// Where output n of the block, for its token m, is staged in shared memory, in the place of the inputs. The tokens of a
+// quarter of a fragment are in different banks, and the outputs of a Piece are side by side.
 __device__ __forceinline__ bf16* staged(Shared* shared, int m, int n) {
   return &shared->x[0][0][0] + m * (WARPS * TILE_OUTPUTS) + (n / 8 ^ m / 2 % 8) * 8 + n % 8;
 }
 static_assert(WARPS * TILE_OUTPUTS <= SLOTS * 64 && WARPS * TILE_OUTPUTS % 64 == 0,
-              "whole swizzles, in what there is");
+              "outputs fit, in whole swizzles");
 
 struct alignas(2 * 8) Piece {
-  bf16 values[8];  // that go to memory at once
+  bf16 values[8];  // that a thread writes at once
 };
 
-// `count` tokens' outputs up to `end` of the layer's, of which the block's begin at `first`.
+// Writes the staged outputs of `count` tokens. The block has outputs `first` and later ones of the layer, below `end`.
 __device__ __forceinline__ void copy_out(Shared* shared, int first, int end, int count, bf16* y) {
   constexpr int TOKEN_PIECES = WARPS * TILE_OUTPUTS / 8;
   for (int o = threadIdx.x; o < count * TOKEN_PIECES; o += BLOCK) {
@@ -112,8 +113,8 @@ __device__ __forceinline__ void copy_out(Shared* shared, int first, int end, int
   }
 }
 
-// A row tile. Element i of a lane's fragments: row lane / 4 + i / 2 % 2 * 8 of the tile,
-// token i / 4 * 8 + lane % 4 * 2 + i % 2.
+// Stages a row tile.
+// Element i of a lane's fragments is row lane / 4 + i / 2 % 2 * 8 of the tile, token i / 4 * 8 + lane % 4 * 2 + i % 2.
 __device__ __forceinline__ void stage_tile(const float (&total)[TOKENS / 2], Shared* shared) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -132,15 +133,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   __syncthreads();
   begin_after_previous_kernel();
   const int lane = threadIdx.x % 32, batch = blockIdx.z;
-  // one lane's, so that the compiler knows that it is the same for all of a warp
+  // The shuffle lets the compiler see that the value is the same in all lanes of a warp.
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   const int first_token = blockIdx.x * TOKENS, count = min(TOKENS, *num_tokens - first_token);
   const int row_tile = blockIdx.y * WARPS + warp, warpgroup_tile = blockIdx.y * WARPS + warp / 4 * 4;
   if (count <= 0 || (int)blockIdx.y * WARPS >= row_tiles) return;
   Inputs inputs{x + (size_t)first_token * X_STRIDE + (size_t)batch * X_BATCH_STRIDE, count, {}};
   inputs.load(0);
-  uint4 next[STAGE_STEPS];  // fragments of the stage to come
-  // warps behind the last tile help those of their warpgroup with a copy of it
+  uint4 next[STAGE_STEPS];  // A fragments of the next stage
+  // wgmma needs all 4 warps of a warpgroup, so warps behind the last tile multiply the last tile, too
   const uint4* fragments =
       weight + ((size_t)batch * ROW_TILES + min(row_tile, row_tiles - 1)) * STEPS * 32 + lane;
   auto load_fragments = [&]() {
@@ -158,8 +159,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   for (int range = 0; range < RANGES; ++range) {
 #pragma unroll 1
     for (int range_stage = 0; range_stage < RANGE_STAGES; ++range_stage, ++stage) {
-      // Whoever comes here has waited for the stage before, so all warps are done with the one two before that, whose
-      // slot this is.
+      // This warp has waited for the previous stage, so all warps are done with the stage that had this slot before.
       if (stage + 1 < STAGES) inputs.store(shared, stage + 1);
       if (stage + 2 < STAGES) inputs.load(stage + 2);
       mbarrier_wait_parity(&shared->filled[stage % SLOTS], (stage / SLOTS) & 1);
@@ -168,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
         a[s][0] = next[s].x, a[s][1] = next[s].y, a[s][2] = next[s].z, a[s][3] = next[s].w;
-      // Before the first wgmma, so that a still needs registers of its own: until the wait nothing may come to those.
+      // Loaded before the first wgmma: the loads then cannot get the registers of `a`, which wgmma reads until the
+      // wait.
       if (stage + 1 < STAGES) load_fragments();
       const u64 tokens = wgmma_descriptor(shared->x[stage % SLOTS], 0);
       wgmma_fence(sum);
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     add_range(sum, shared->total, range);
   }
   y += (size_t)first_token * Y_STRIDE + (size_t)batch * Y_BATCH_STRIDE;
-  __syncthreads();  // the last inputs were read
+  __syncthreads();  // outputs overwrite the last inputs
   stage_tile(sum, shared);
   __syncthreads();
   copy_out(shared, blockIdx.y * WARPS * TILE_OUTPUTS, min(OUTPUTS, row_tiles * TILE_OUTPUTS), count, y);

@@ -162,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(32)
   const int tokens = *num_tokens, groups = (tokens + GROUP - 1) / GROUP, blocks = gridDim.x,
             block = blockIdx.x;
   Writer writer{schedules[block], row_sequence, row_position, row_prefix, first_row, 0};
-  const int workers_each = max(1, blocks / max(1, groups));  // of a group
+  // of a group
+  const int workers_each = max(1, blocks / max(1, groups));
   for (int group = block / workers_each; group < groups; group += blocks / workers_each) {
     const int first = group * GROUP, rows = min(GROUP, tokens - first);
     int shared_keys = row_prefix[first];  // which all rows of the group see, in the same cache rows

@@ -17,9 +17,8 @@
 
 // Routed experts of many token rows on asynchronous tensor cores. The bits are those of experts_down: chains of MMA
 // steps and ranges of inputs are the same, and the ranges' sums are added in the same order. A block works on
-// one tile of an expert's tokens after another. Each of its warps copies a tile of 16 weight rows for itself,
-// and all warps use the
-// tokens' inputs, which they copy together. Weights are bf16.
+// one tile of an expert's tokens after another. Each of its warps copies a tile of 16 weight rows for itself, and all
+// warps use the tokens' inputs, which they copy together. Weights are bf16.
 #include "primitives.cuh"
 
 namespace experts_down_tiled {
@@ -33,6 +32,7 @@ using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
 constexpr int STEP_BYTES = 512;
+static_assert(STEP_BYTES == 32 * 16, "a fragment for each lane");
 
 __device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* bytes) {
   const uint4 four = *reinterpret_cast<const uint4*>(bytes);
@@ -162,9 +162,9 @@ struct Loader {
   const bf16* x;
   int row_tiles;
   Item item;
-  int stage,
-      unarranged;    // the stage of the item that is copied next; how many copied stages are not arranged yet
-  int slot, parity;  // of the stage in use, and its barrier's
+  // the stage of the item that is copied next; how many copied stages are not arranged yet
+  int stage, unarranged;
+  int slot, parity;              // of the stage in use, and its barrier's
   const unsigned char* weights;  // this lane's, of the stage that is copied next
   const bf16* inputs;            // this thread's of it
   bool has_token;
@@ -229,7 +229,7 @@ struct Loader {
   }
 };
 
-// Adds the total of the ranges before to a range's sum, and keeps it.
+// total += sum, for this thread's sums of range `range`. `sum` becomes the new total.
 template <int FLOATS>
 __device__ __forceinline__ void add_range(float (&sum)[FLOATS], float4 (*total)[BLOCK], int range) {
 #pragma unroll

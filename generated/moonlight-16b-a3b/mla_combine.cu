@@ -24,7 +24,7 @@ constexpr int SPLIT = 128;  // keys of a split
 constexpr int VECTOR = 4;   // consecutive columns of a thread
 constexpr int BLOCK = 128;
 constexpr int WARPS = BLOCK / 32;
-constexpr int CHUNK = BLOCK;  // splits whose weights are made at a time
+constexpr int CHUNK = BLOCK;  // splits whose weights are computed at a time
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     mla_combine(const int* num_tokens, const int* row_position, const float* split_values,
@@ -46,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   __syncthreads();
   for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_largest[w]);
 
-  // a block's columns beyond its first BLOCK * VECTOR take another pass over the splits
+  // Each pass over the splits serves BLOCK * VECTOR columns.
   for (int column = threadIdx.x * VECTOR; column - threadIdx.x * VECTOR < KV_LORA; column += BLOCK * VECTOR) {
     float value[VECTOR], all_sum = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) value[v] = 0.0f;
     for (int chunk = 0; chunk < splits; chunk += CHUNK) {
       const int s = chunk + threadIdx.x;
-      __syncthreads();  // the last chunk's weights have been read
+      __syncthreads();  // new weights overwrite the last chunk's
       if (s < splits) {
         const size_t i = first + (size_t)s * HEADS;
         weight[threadIdx.x] = expf(split_max[i] - largest);

@@ -15,35 +15,38 @@
 //   max_splits    int           set by the plan
 //   max_rows      int           set by the plan
 
-// Joins the splits of a head's token rows, sum_s 2^(m_s - m) values_s / sum_s 2^(m_s - m) sum_s in a fixed order, and
-// multiplies the head's weights with that, for few token rows. One cluster a head: its warps share out the rows'
-// latents, which go to the shared memory of all of its blocks, and each block has some row tiles of the weights, all on
-// their way before it waits. The bits are those of mla_combine and w_uv_absorb.
+// For few token rows: joins the splits of a head's rows in a fixed order,
+// latent = sum_s 2^(m_s - m) values_s / sum_s 2^(m_s - m) sum_s, and multiplies the head's weights by the latent.
+// A cluster has one head. Its warps divide the latents among them and send them to the shared memory of all blocks.
+// Each block has some row tiles of the weights; it loads all of them before griddepcontrol_wait.
+// The bits are those of mla_combine and w_uv_absorb.
 #include "primitives.cuh"
 
 namespace mla_combine_and_w_uv {
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
 constexpr int PIECES = KV_LORA / 8, COLUMN_GROUPS = KV_LORA / 64;
-constexpr int CLASSES = 4;  // every CLASSES-th split; classes are added in order
-constexpr int BATCH = 32;   // splits whose values a warp has on their way together
-constexpr int MINE = BATCH / CLASSES;
-constexpr int ROWS = 128;  // outputs of a head
+// split s has class s % CLASSES; each class has a sum, and these are added in order
+constexpr int CLASSES = 4;
+constexpr int BATCH = 32;                      // splits whose values a warp loads at a time
+constexpr int CLASS_SPLITS = BATCH / CLASSES;  // splits of a class in a batch
+constexpr int ROWS = 128;                      // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
-constexpr int SPLITS = 4, SPLIT_STEPS = 8;       // of the inputs, in steps of 16
+constexpr int RANGES = 4, RANGE_STEPS = 8;       // of the inputs, in steps of 16
 constexpr int BLOCK = 1024, WARPS = BLOCK / 32;  // of a cluster
 constexpr int BLOCK_OF_CLUSTER = CLUSTER_BLOCK(BLOCK, 8);
 constexpr int TILES = CLUSTER_BLOCK(8, 8);  // row tiles of a block
-constexpr int WARP_TILES = 1;               // of a warp, for one range of the inputs
-constexpr int MAX_TOKENS = 64;              // of one reading of the weights
-static_assert(TILES * SPLITS <= BLOCK_OF_CLUSTER / 32 * WARP_TILES, "a warp for each tile and range");
+constexpr int WARP_TILES = 1;               // row tiles of a warp, for one range of the inputs
+constexpr int MAX_TOKENS = 64;              // most that one pass over the weights serves
+static_assert(TILES * RANGES <= BLOCK_OF_CLUSTER / 32 * WARP_TILES, "each tile and range has a warp");
 
-// 69640 bytes, of the 227 KiB that sm_90a has
 struct Shared {
-  bf16 latent[MAX_TOKENS][KV_LORA + 16];  // in which 4 rows' pieces of 8 bytes are in all banks
-  float partial[TILES][SPLITS][4][32];
-  u64 arrived;
+  bf16 latent[MAX_TOKENS][KV_LORA + 16];  // the padding spreads a fragment's reads over all banks
+  float partial[TILES][RANGES][4][32];
+  u64 arrived;  // mbarrier: all latents are there
 };
+// Where a GPU has no clusters, one block has the memory of all blocks of a cluster.
+static_assert(CLUSTER_BLOCK(2, 2) == 2 || sizeof(Shared) == 69640, "the plan launches with this many bytes");
 
 __device__ __forceinline__ int split_of(int position) {
   if (position >= 65536) return 160 + (position - 65536) / 1024;
@@ -52,7 +55,7 @@ __device__ __forceinline__ int split_of(int position) {
   return position / 128;
 }
 
-// Of two lanes' values, two each, the one without the bit `distance` gets both first ones, the other both second ones.
+// Exchanges values of lanes l and l ^ distance: the lower one gets `first` of both, the upper one `second` of both.
 __device__ __forceinline__ void exchange(float& first, float& second, int distance) {
   const bool upper = threadIdx.x & distance;
   const float other = __shfl_xor_sync(0xffffffffu, upper ? first : second, distance);
@@ -68,23 +71,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
                          bf16* y, int max_splits, int max_rows) {
   SHARED_DYNAMIC(Shared, shared);
   griddepcontrol_launch_dependents();
-  // one lane's, so that the compiler knows that it is the same for all of a warp
+  // The shuffle lets the compiler see that the value is the same in all lanes of a warp.
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int block = cluster_thread_rank() / BLOCK_OF_CLUSTER, head = cluster_id();
-  const int range = warp % SPLITS, local_tile = warp / SPLITS * WARP_TILES, first_tile = block * TILES;
-  // how many rows there are, and where, is old: the embedding let no kernel start before the step's rows were there
+  const int range = warp % RANGES, local_tile = warp / RANGES * WARP_TILES, first_tile = block * TILES;
+  // The rows' number and positions are complete: no kernel of the step starts before the embedding has seen them.
   const int tokens = *num_tokens, first_token = blockIdx.y * MAX_TOKENS;
-  // an item is 64 columns of a row; a row's are dealt out to all blocks
+  // An item is 64 columns of a row. The cluster's blocks share the items of a row.
   int item = warp * cluster_num_blocks() + block, first = 0;
-  const int position = row_position[min(first_token + item / COLUMN_GROUPS,
-                                        max_rows - 1)];  // which waits for no number of rows
-  uint4 fragments[WARP_TILES][SPLIT_STEPS];
+  // `min` instead of a comparison with `tokens`: the load then need not wait for that of *num_tokens
+  const int position = row_position[min(first_token + item / COLUMN_GROUPS, max_rows - 1)];
+  uint4 fragments[WARP_TILES][RANGE_STEPS];
 #pragma unroll
   for (int j = 0; j < WARP_TILES; ++j)
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) {  // weights wait for nobody
+    for (int s = 0; s < RANGE_STEPS; ++s) {  // only the host writes weights
       const int tile = first_tile + local_tile + j;
-      const size_t step = ((size_t)head * ROW_TILES + tile) * SPLITS * SPLIT_STEPS + range * SPLIT_STEPS + s;
+      const size_t step = ((size_t)head * ROW_TILES + tile) * RANGES * RANGE_STEPS + range * RANGE_STEPS + s;
       const bool mine = local_tile + j < TILES && tile < ROW_TILES;
       fragments[j][s] = mine ? ld_global_16(weight + step * 32 + lane) : make_uint4(0, 0, 0, 0);
     }
@@ -95,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
   if (count <= 0) return;
 
   const int split_class = lane / 8, piece = lane % 8;
-  uint4 part[MINE];  // the values of a batch of splits, of the lane's class
+  uint4 part[CLASS_SPLITS];  // values of the batch's splits in the lane's class
   auto values_of = [&](int i, int first) {
     const size_t split = (size_t)(first_token + i / COLUMN_GROUPS) * max_splits + first + split_class;
     return reinterpret_cast<const uint4*>(split_values) + (split * HEADS + head) * PIECES +
@@ -105,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     part[k] = k * CLASSES + split_class < left ? values[(size_t)k * CLASSES * HEADS * PIECES]
                                                : make_uint4(0, 0, 0, 0);
   };
-  float split_max_now, split_sum_now;  // a split a lane
+  float split_max_now, split_sum_now;  // of the batch's splits, one in each lane
   auto load_sums = [&](int i, int first, int left) {
     const size_t place =
         ((size_t)(first_token + i / COLUMN_GROUPS) * HEADS + head) * max_splits + first + lane;
@@ -113,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     split_sum_now = lane < left ? split_sum[place] : 0.0f;
   };
   constexpr int AHEAD = 4;
-  float maxima[AHEAD];  // of the splits behind an item's first batch, a split a lane
+  float maxima[AHEAD];  // of splits behind an item's first batch, AHEAD in each lane
   auto load_maxima = [&](int i, int first, int left) {
     const float* of_row = split_max + ((size_t)(first_token + i / COLUMN_GROUPS) * HEADS + head) * max_splits;
 #pragma unroll
@@ -127,11 +130,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     load_maxima(item, BATCH, splits);
     const uint4* values = values_of(item, 0);
 #pragma unroll
-    for (int k = 0; k < MINE; ++k) load(values, k, splits);
+    for (int k = 0; k < CLASS_SPLITS; ++k) load(values, k, splits);
   }
   float value[8], largest = 0.0f, all_sum = 0.0f;
-  while (item <
-         items) {  // a batch, while what follows it, of this item or the warp's next one, takes its place
+  // Each iteration adds up a batch, and loads the next one, of this item or of the warp's next item, in its place.
+  while (item < items) {
     const bool is_last = first + BATCH >= splits;
     const int next_item = is_last ? item + WARPS : item, next_first = is_last ? 0 : first + BATCH;
     int next_splits = splits;
@@ -159,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     if (is_last) load_maxima(next_item, BATCH, next_splits);
     const uint4* following = values_of(next_item, next_first);
 #pragma unroll
-    for (int k = 0; k < MINE; ++k) {
+    for (int k = 0; k < CLASS_SPLITS; ++k) {
       if (first + k * CLASSES < splits) {
         const float mine = __shfl_sync(0xffffffffu, share, k * CLASSES + split_class);
         const u32 words[4] = {part[k].x, part[k].y, part[k].z, part[k].w};
@@ -171,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
       }
       load(following, k, next_splits - next_first);
     }
-    if (is_last) {  // a lane's 2 columns of each 8 of 32, of its class, become those of one 8, of each class
+    if (is_last) {  // lanes have 8 columns of one class, and exchange them for 2 columns of all 4 classes
       float sum[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -196,16 +199,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
   bf16* y_head = y + ((size_t)first_token * HEADS + head) * ROWS;
   for (int first = 0; first < count; first += 8) {
     const int m = first + lane / 4;
-    const bf16* x_lane = shared->latent[m < count ? m : 0] + range * SPLIT_STEPS * 16 + lane % 4 * 4;
-    uint2 inputs[SPLIT_STEPS];
+    const bf16* x_lane = shared->latent[m < count ? m : 0] + range * RANGE_STEPS * 16 + lane % 4 * 4;
+    uint2 inputs[RANGE_STEPS];
 #pragma unroll
-    for (int s = 0; s < SPLIT_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
+    for (int s = 0; s < RANGE_STEPS; ++s) inputs[s] = *reinterpret_cast<const uint2*>(x_lane + s * 16);
 #pragma unroll
     for (int j = 0; j < WARP_TILES; ++j) {
       if (local_tile + j >= TILES) break;
       float sum[4] = {};
 #pragma unroll
-      for (int s = 0; s < SPLIT_STEPS; ++s) {
+      for (int s = 0; s < RANGE_STEPS; ++s) {
         const u32 a[4] = {fragments[j][s].x, fragments[j][s].y, fragments[j][s].z, fragments[j][s].w};
         const u32 b[2] = {inputs[s].x, inputs[s].y};
         mma_m16n8k16_bf16(sum, a, b);
@@ -214,17 +217,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
       for (int i = 0; i < 4; ++i) shared->partial[local_tile + j][range][i][lane] = sum[i];
     }
     __syncthreads();
-    // element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
+    // element i of a lane's fragment is row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2
     for (int o = threadIdx.x; o < min(8, count - first) * TILES * 16; o += BLOCK_OF_CLUSTER) {
       const int t = o / (TILES * 16), n = o % (TILES * 16), row = first_tile * 16 + n;
       if (row >= ROWS) continue;
       float total = 0.0f;
 #pragma unroll
-      for (int s = 0; s < SPLITS; ++s)
+      for (int s = 0; s < RANGES; ++s)
         total += shared->partial[n / 16][s][n / 8 % 2 * 2 + t % 2][n % 8 * 4 + t / 2];
       y_head[(size_t)(first + t) * HEADS * ROWS + row] = from_float<bf16>(total);
     }
-    __syncthreads();  // the next tokens' sums come to where these are
+    __syncthreads();  // the next tokens' sums overwrite these
   }
 }
 }  // namespace mla_combine_and_w_uv

@@ -14,19 +14,20 @@
 //   max_splits    int           set by the plan
 
 // mla_combine for many token rows, with its bits: weights, classes and the order of sums are the same. A block
-// joins 8 heads of a row, whose values lie side by side: a warp reads 512 bytes of a split at once, 32 columns of the
-// 8 heads, and a thread has all classes of its columns.
+// has 8 heads of a row. Their values of a split lie side by side: a warp reads 512 bytes at once, 32 columns of the 8
+// heads. A thread has all classes of its columns.
 #include "primitives.cuh"
 
 namespace mla_combine_tiled {
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
 constexpr int PIECES = KV_LORA / 8, COLUMN_GROUPS = KV_LORA / 32;
-constexpr int WARPS = 8;  // a group of columns each at a time
+constexpr int WARPS = 8;  // a warp has one group of columns at a time
 constexpr int BLOCK = WARPS * 32;
+// split s has class s % CLASSES; each class has a sum, and these are added in order
 constexpr int CLASSES = 4;
-constexpr int CHUNK = 32;  // splits whose weights a warp makes at a time
-constexpr int BATCH = 4;   // splits whose values are on their way together
+constexpr int CHUNK = 32;  // splits whose weights a warp computes at a time
+constexpr int BATCH = 4;   // splits whose values a warp loads at a time
 static_assert(CHUNK % BATCH == 0 && BATCH % CLASSES == 0,
               "a split's class follows from its place in a batch");
 
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   SHARED_ARRAY(float, totals, [8]);
   const int token_row = blockIdx.y, first_head = blockIdx.x * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // rows are old: the embedding let no kernel start before they were there
+  // The rows are complete: no kernel of the step starts before the embedding has seen them.
   const int splits = token_row < *num_tokens ? split_of(row_position[token_row]) + 1 : 0;
   griddepcontrol_wait();
   if (splits == 0) return;
@@ -61,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   };
   load_parts(warp, 0);
 
-  // the weights of a chunk's splits, and the sum of all so far: each warp's of some heads
+  // Computes the weights of a chunk's splits, and the sum of all weights so far. Each warp has some of the 8 heads.
   auto weigh = [&](int chunk) {
 #pragma unroll
     for (int head = warp; head < 8; head += WARPS) {
       const size_t first = ((size_t)token_row * HEADS + first_head + head) * max_splits;
-      float mine = negative_infinity(), sum = 0.0f;  // on their way together
+      float mine = negative_infinity(), sum = 0.0f;
       if (chunk + lane < splits)
         mine = split_max[first + chunk + lane], sum = split_sum[first + chunk + lane];
       float largest = mine;
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
       if (lane == 0) totals[head] = chunk == 0 ? sum : totals[head] + sum;
     }
   };
-  int weighed = -1;  // the chunk whose weights there are
+  int weighed = -1;  // the chunk whose weights are in shared memory
   for (int group = warp; group < COLUMN_GROUPS; group += WARPS) {
     if (group > warp) load_parts(group, 0);
     float value[CLASSES][8];
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     for (int i = 0; i < CLASSES * 8; ++i) value[i / 8][i % 8] = 0.0f;
     for (int chunk = 0; chunk < splits; chunk += CHUNK) {
       if (chunk != weighed) {
-        if (weighed >= 0) __syncthreads();  // the last weights were used
+        if (weighed >= 0) __syncthreads();  // new weights overwrite the last ones
         weigh(chunk);
         __syncthreads();
         weighed = chunk;
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
                                       group * 32) +
                lane % 4;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {  // 2 columns of each 8
+    for (int w = 0; w < 4; ++w) {  // a lane has 2 of every 8 columns
       float low = 0.0f, high = 0.0f;
 #pragma unroll
       for (int c = 0; c < CLASSES; ++c) {

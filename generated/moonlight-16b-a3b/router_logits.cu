@@ -10,18 +10,19 @@
 //   weight      const bf16*  router [64][2048] bfloat16
 //   logits      float*       router_logits [rows][64] float32
 
-// Router logits on tensor cores: logits[m][e] = sum_k h[m][k] w[e][k], bf16 in, float32 sums. A block takes 16 experts,
-// the rows of an MMA, and a tile of tokens, for which it reads their weights once. Bits are those of the phase for few
-// rows, which has 8 experts in an MMA: the same steps in the same warps, whose sums are joined in the same order.
+// Router logits of many token rows on tensor cores: logits[m][e] = sum_k h[m][k] w[e][k], bf16 in, float32 sums. A
+// block has 16 experts, the rows of an MMA, and a tile of tokens; it reads the experts' weights once. The bits are
+// those of the phase for few rows, which has 8 experts in an MMA: the same warps add up the same steps, and the
+// warps' sums are added in the same order.
 #include "primitives.cuh"
 
 namespace router_logits {
 constexpr int EXPERTS = 64, HIDDEN = 2048;
-constexpr int WARPS = 8, BLOCK = WARPS * 32;  // split the hidden dim; depends on the shape alone
+constexpr int WARPS = 8, BLOCK = WARPS * 32;  // split the inputs; depends on the shape alone
 constexpr int WARP_STEPS = HIDDEN / 16 / WARPS;
-constexpr int HELD_STEPS = 8;  // of a warp's weights, in registers, which all tokens share
+constexpr int REGISTER_STEPS = 8;  // MMA steps of weights that a warp keeps in registers
 constexpr int GROUP = 16, TOKENS = 32, TILES = TOKENS / 8;
-static_assert(WARP_STEPS % HELD_STEPS == 0, "whole rounds");
+static_assert(WARP_STEPS % REGISTER_STEPS == 0, "whole rounds");
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     router_logits(const int* num_tokens, const bf16* hidden, const bf16* __restrict__ weight, float* logits) {
@@ -31,17 +32,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const int first_expert = blockIdx.x * GROUP, first_token = blockIdx.y * TOKENS,
             count = min(TOKENS, *num_tokens - first_token);
   if (count <= 0) return;
-  // A row of an MMA has 4 lanes, each with 4 consecutive inputs of a step. Rows that are left have the last expert.
+  // 4 lanes load a row of an MMA, each 4 consecutive inputs of a step. Rows beyond the last expert repeat it.
   const int inputs = warp * WARP_STEPS * 16 + lane % 4 * 4, low = first_expert + lane / 4;
   const bf16* low_row = weight + (size_t)min(low, EXPERTS - 1) * HIDDEN + inputs;
   const bf16* high_row = weight + (size_t)min(low + 8, EXPERTS - 1) * HIDDEN + inputs;
   const bf16* x = hidden + (size_t)first_token * HIDDEN + inputs;
   float sum[TILES][4] = {};
 #pragma unroll 1
-  for (int step = 0; step < WARP_STEPS; step += HELD_STEPS) {
-    uint2 low_held[HELD_STEPS], high_held[HELD_STEPS];
+  for (int step = 0; step < WARP_STEPS; step += REGISTER_STEPS) {
+    uint2 low_held[REGISTER_STEPS], high_held[REGISTER_STEPS];
 #pragma unroll
-    for (int s = 0; s < HELD_STEPS; ++s) {
+    for (int s = 0; s < REGISTER_STEPS; ++s) {
       low_held[s] = ld_global_nc_8(low_row + (step + s) * 16);
       high_held[s] = ld_global_nc_8(high_row + (step + s) * 16);
     }
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       if (t * 8 >= count) break;
       const bf16* row = x + (size_t)min(t * 8 + lane / 4, count - 1) * HIDDEN + step * 16;
 #pragma unroll
-      for (int s = 0; s < HELD_STEPS; ++s) {
+      for (int s = 0; s < REGISTER_STEPS; ++s) {
         const uint2 input = *reinterpret_cast<const uint2*>(row + s * 16);
         const u32 a[4] = {low_held[s].x, high_held[s].x, low_held[s].y, high_held[s].y},
                   b[2] = {input.x, input.y};

@@ -9,8 +9,8 @@
 //   group_rows  int*        group_rows [by rows] int32
 //   groups      int         set by the plan
 
-// How many of the step's token rows are in each group of so many: what a kernel takes for the number of rows that is
-// launched for one group after another.
+// Divides the step's token rows into groups of ROWS and writes how many rows each group has. A kernel that is launched
+// once for each group reads the number of its group as its number of token rows.
 #include "primitives.cuh"
 
 namespace row_groups {

@@ -13,33 +13,35 @@
 //   router_logits  float*        router_logits [rows][64] float32
 //   row_tiles      int           set by the plan
 
-// A linear layer on tensor cores, and before it in every block its share of the router's logits, which are of the same
-// inputs: so all of the device reads all of the weights, and none of it waits for the rest.
+// A linear layer on tensor cores, and the router's logits of the same inputs. Every block computes the logits of a few
+// experts first, so all SMs share the router's weights as they share the layer's, and none waits for the others.
 // SwiGLU: silu(gate) * up.
 #include "primitives.cuh"
 
 namespace shared_gate_up_proj_and_router {
-// Inputs of 8 tokens as B fragments, CHUNK_STEPS MMA steps at a time. Lanes load pieces of 16 bytes that lie side by
-// side in a row, whole lines of 128 bytes where there are 4 steps, and get their fragments, pieces of 8 bytes of 8
-// rows, by way of shared memory: a load of fragments would ask for 8 lines and use a quarter of each.
+// Loads the inputs of 8 tokens, CHUNK_STEPS MMA steps at a time, and turns them into B fragments. A load of fragments
+// would touch 8 cache lines, one for each token, and use a quarter of each. Here lanes load consecutive pieces of 16
+// bytes of a row instead, a whole line of 128 bytes for 4 steps, and exchange them through shared memory.
 template <int CHUNK_STEPS, int STRIDE>
-struct Lines {
-  static constexpr int PIECES = CHUNK_STEPS * 2;    // of a row
-  static constexpr int TURNED = 8 * PIECES;         // pieces that there must be room for, of a warp
-  static constexpr int LOADS = (TURNED + 31) / 32;  // of a lane
+struct InputLines {
+  static constexpr int ROW_PIECES = CHUNK_STEPS * 2;  // 16-byte pieces of a row in a chunk
+  static constexpr int PIECES = 8 * ROW_PIECES;       // of a chunk, hence in a warp's part of shared memory
+  static constexpr int LOADS = (PIECES + 31) / 32;    // pieces that a lane loads
   const bf16* x;
-  uint4* turned;
+  uint4* exchange;
   int x_at[LOADS];
   struct Chunk {
     uint4 pieces[LOADS];
   };
 
-  // x: the first of the warp's inputs of the first of `count` tokens; columns beyond the last count for nothing
-  __device__ __forceinline__ Lines(const bf16* x, int count, uint4* turned) : x(x), turned(turned) {
+  // x: the warp's first input of the first token. Tokens from `count` on are loaded as token 0; their sums are not
+  // used.
+  __device__ __forceinline__ InputLines(const bf16* x, int count, uint4* exchange)
+      : x(x), exchange(exchange) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at = i * 32 + threadIdx.x % 32, m = at / PIECES;
-      x_at[i] = (m < count ? m : 0) * STRIDE + at % PIECES * 8;
+      const int at = i * 32 + threadIdx.x % 32, m = at / ROW_PIECES;
+      x_at[i] = (m < count ? m : 0) * STRIDE + at % ROW_PIECES * 8;
     }
   }
   __device__ __forceinline__ void load(Chunk& to, int chunk) const {
@@ -47,22 +49,24 @@ struct Lines {
     for (int i = 0; i < LOADS; ++i)
       to.pieces[i] = *reinterpret_cast<const uint4*>(x + x_at[i] + chunk * CHUNK_STEPS * 16);
   }
-  // Where a row's piece lies: neither lanes of a row nor those of four rows are in each other's way.
+  // Where a piece of a row lies in `exchange`. The XOR avoids bank conflicts, of lanes that write a row and of
+  // lanes that read 4 rows.
   static __device__ __forceinline__ int place(int row, int piece) {
-    return row * PIECES + (piece ^ (row * CHUNK_STEPS / 4 % CHUNK_STEPS * 2));
+    return row * ROW_PIECES + (piece ^ (row * CHUNK_STEPS / 4 % CHUNK_STEPS * 2));
   }
-  __device__ __forceinline__ void turn(const Chunk& from, uint2 (&fragments)[CHUNK_STEPS]) const {
+  __device__ __forceinline__ void to_fragments(const Chunk& from, uint2 (&fragments)[CHUNK_STEPS]) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at = i * 32 + lane, row = at / PIECES;
-      if (row < 8) turned[place(row, at % PIECES)] = from.pieces[i];
+      const int at = i * 32 + lane, row = at / ROW_PIECES;
+      if (row < 8) exchange[place(row, at % ROW_PIECES)] = from.pieces[i];
     }
     __syncwarp();
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; ++s)
-      fragments[s] = reinterpret_cast<const uint2*>(turned + place(lane / 4, s * 2 + lane % 4 / 2))[lane % 2];
-    __syncwarp();  // before the next chunk comes to where this one is
+      fragments[s] =
+          reinterpret_cast<const uint2*>(exchange + place(lane / 4, s * 2 + lane % 4 / 2))[lane % 2];
+    __syncwarp();  // the next chunk overwrites this one
   }
 };
 
@@ -72,79 +76,87 @@ constexpr int COLS = 2048;  // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 2048, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 2816, Y_BATCH_STRIDE = 0;
-constexpr int WARPS = 8;        // split the inputs; depends on the shape alone, so a row's bits do too
-constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
+constexpr int WARPS = 8;        // split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int STAGE_STEPS = 2;  // MMA steps that a warp copies at a time
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;                          // stages of a warp's ring: 4096 bytes a warp
-constexpr int LINES_FROM = 4;                     // tokens from which on inputs are loaded by lines
-constexpr int CHUNK_STEPS = 4, CHUNKS_AHEAD = 3;  // of 8 tokens' inputs, and how many are on their way
-constexpr int MAX_TOKENS = 32;                    // of one reading of the weights
-constexpr int TOGETHER = 4;  // row tiles of a block that a reading of the inputs of more than 8 tokens is for
+constexpr int SLOTS = 4;                 // stages in a warp's ring: 4096 bytes a warp
+constexpr int MIN_TOKENS_FOR_LINES = 4;  // from so many tokens on, InputLines loads the inputs
+constexpr int CHUNK_STEPS = 4;           // MMA steps that InputLines loads at a time
+constexpr int CHUNKS_AHEAD = 3;          // chunks that are being loaded while an earlier one is multiplied
+constexpr int MAX_TOKENS = 32;           // most that one pass over the weights serves
+constexpr int ROW_TILES_AT_ONCE = 4;     // that use one reading of the inputs of more than 8 tokens
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
 
-// weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. Inside a step the inputs are
-// permuted so that a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9
-// are inputs 4t .. 4t+3.
+// weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. The inputs of a step are permuted, so that
+// a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9 are inputs 4t .. 4t+3.
 // A tile holds 8 gate rows and their 8 up rows, so a lane has both halves of a SwiGLU.
 constexpr int SUMS = MAX_TOKENS / 8;
 struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
   union {
-    float partial[SUMS][WARPS][4][32];  // of a row tile with MAX_TOKENS, or of several with fewer
-    struct {                            // of two with 8 tokens, and warps' inputs on their way to lanes
-      float of_few[SUMS / 2][WARPS][4][32];
-      uint4 turned[WARPS][SUMS / 2 * 32];
+    float partial[SUMS][WARPS][4]
+                 [32];  // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
+    struct {            // for up to 8 tokens
+      float partial_up_to_8[SUMS / 2][WARPS][4][32];
+      uint4 exchange[WARPS][SUMS / 2 * 32];  // for InputLines
     };
   };
 };
 
-// Few tokens' inputs stay in registers or L1, and weights come more evenly one tile after the other.
-__device__ __forceinline__ constexpr int tiles_together(int tokens) { return tokens <= 8 ? 1 : TOGETHER; }
+// How many row tiles a warp multiplies at once, for `tokens` tokens. Inputs of up to 8 tokens stay in registers or
+// L1, so another row tile has no use of the same reading of them; and weights then arrive more evenly one tile
+// after another.
+__device__ __forceinline__ constexpr int row_tiles_at_once(int tokens) {
+  return tokens <= 8 ? 1 : ROW_TILES_AT_ONCE;
+}
 
-// This warp's weights, a stage at a time, through all of the block's row tiles: first_tile, then every stride-th, so
-// many of them side by side. A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
+// Copies this warp's weights to its ring, a stage at a time, for all of the block's row tiles: first_tile and every
+// stride-th tile after it. Of AT_ONCE tiles, the same stage follows one tile after another. A lane reads only what
+// it has copied itself, so it waits for its own copies and for no other thread.
 struct Stream {
   const uint4* weight;
   uint4* ring;
-  u32 source;                         // in weight: the stage that is copied next
-  int row_tiles, first_tile, stride;  // the tiles there are, and which of them are the block's
-  int tile, place, stage;             // where that stage is: the first of tiles side by side, which of them
-  u32 slot;                           // where it comes to
+  u32 source;              // index into `weight` of the next stage to copy
+  int row_tiles;           // of the layer
+  int first_tile, stride;  // the block has tiles first_tile, first_tile + stride, ...
+  int tile, place, stage;  // of the next stage to copy: first of the tiles at once, place among them, stage
+  u32 slot;                // of the ring, for that stage
 
-  template <int SIDE_BY_SIDE>
+  template <int AT_ONCE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
-      const u64 once = evict_first_policy();
+      const u64 policy = evict_first_policy();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
-        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
+        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, policy);
       const u32 next_tile = stride * STEPS * 32;
-      if (++place < SIDE_BY_SIDE && tile + place * stride < row_tiles) {
+      if (++place < AT_ONCE && tile + place * stride < row_tiles) {
         source += next_tile;
       } else {
         source += STAGE_STEPS * 32 - (place - 1) * next_tile;
         place = 0;
         if (++stage == WARP_STAGES) {
           stage = 0;
-          tile += SIDE_BY_SIDE * stride;
-          source += SIDE_BY_SIDE * next_tile - WARP_STEPS * 32;
+          tile += AT_ONCE * stride;
+          source += AT_ONCE * next_tile - WARP_STEPS * 32;
         }
       }
     }
     cp_async_commit_group();
     slot = (slot + 1) % SLOTS;
   }
-  template <int SIDE_BY_SIDE>
+  // Returns the oldest stage in the ring, once it is there, and begins to copy another one.
+  template <int AT_ONCE>
   __device__ __forceinline__ const uint4* next() {
     cp_async_wait_group<SLOTS - 2>();
-    copy_next<SIDE_BY_SIDE>();
-    return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
+    copy_next<AT_ONCE>();
+    return ring + slot * STAGE_STEPS * 32;  // the slot behind the one that is being filled
   }
 };
 
-// Sends the first weights of the block's row tiles for `tokens` tokens on their way.
+// Begins to copy the first stages of the block's row tiles, for `tokens` tokens.
 __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int tokens, int row_tiles,
                                         int first_tile, int stride) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -163,20 +175,20 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 #pragma unroll
   for (int stage = 0; stage < SLOTS - 1; ++stage) {
     if (count <= 8)
-      weights.copy_next<tiles_together(8)>();
+      weights.copy_next<row_tiles_at_once(8)>();
     else
-      weights.copy_next<tiles_together(MAX_TOKENS)>();
+      weights.copy_next<row_tiles_at_once(MAX_TOKENS)>();
   }
   return weights;
 }
 
-// A row tile's silu(gate) * up for TILES * 8 tokens, from the warps' sums in warp order.
-// Element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
+// Writes a row tile's silu(gate) * up for TILES * 8 tokens from the warps' sums, added in warp order.
+// Element i of a lane's fragment is row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
 template <int TILES>
 __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32], int row_tile, int count,
                                            bf16* y) {
   const int lane = threadIdx.x % 32;
-#pragma unroll 1  // other tiles' sums are in registers
+#pragma unroll 1  // registers hold sums of other tiles
   for (int o = threadIdx.x; o < TILES * 2 * 32; o += BLOCK) {
     const int t = o / 64, i = o / 32 % 2, m = t * 8 + lane % 4 * 2 + i;
     const int n = row_tile * 8 + lane / 4;
@@ -191,17 +203,18 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// A warp's inputs of up to 8 tokens as B fragments, GROUP_STEPS steps at a time, through all steps and again from the
-// first: of LINES_FROM tokens and more by lines. Fewer have few lines anyhow, and need no way through shared memory.
-struct AsFragments {
+// Two ways to load a warp's inputs of up to 8 tokens as B fragments, GROUP_STEPS steps at a time; the last step is
+// followed by the first one again. LineInputs loads whole cache lines. FragmentInputs loads fragments: for fewer than
+// MIN_TOKENS_FOR_LINES tokens there are few lines anyway, and the way through shared memory would cost more.
+struct FragmentInputs {
   static constexpr int GROUP_STEPS = CHUNK_STEPS < WARP_STEPS ? CHUNK_STEPS : STAGE_STEPS;
   const bf16* x;
   uint2 ahead[GROUP_STEPS];
 
-  __device__ __forceinline__ AsFragments(Shared*, const bf16* x, int count) {
+  __device__ __forceinline__ FragmentInputs(Shared*, const bf16* x, int count) {
     const int m = threadIdx.x % 32 / 4;
-    this->x = x + (m < count ? m : 0) * X_STRIDE +
-              threadIdx.x % 4 * 4;  // columns beyond the last count for nothing
+    // sums of tokens from `count` on are not used
+    this->x = x + (m < count ? m : 0) * X_STRIDE + threadIdx.x % 4 * 4;
     load(0);
   }
   __device__ __forceinline__ void load(int group) {
@@ -215,38 +228,39 @@ struct AsFragments {
     load((group + 1) * GROUP_STEPS == WARP_STEPS ? 0 : group + 1);
   }
 };
-struct ByLines {
+struct LineInputs {
   static constexpr int GROUP_STEPS = CHUNK_STEPS, CHUNKS = WARP_STEPS / CHUNK_STEPS;
   static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && WARP_STEPS % CHUNK_STEPS == 0, "whole chunks");
-  using Rows = Lines<CHUNK_STEPS, X_STRIDE>;
-  static_assert(sizeof(Shared::turned[0]) >= Rows::TURNED * sizeof(uint4), "room to turn inputs");
+  using Rows = InputLines<CHUNK_STEPS, X_STRIDE>;
+  static_assert(sizeof(Shared::exchange[0]) >= Rows::PIECES * sizeof(uint4),
+                "a chunk fits a warp's part of shared memory");
   Rows rows;
   Rows::Chunk ahead[CHUNKS_AHEAD];
 
-  __device__ __forceinline__ ByLines(Shared* shared, const bf16* x, int count)
-      : rows(x, count, shared->turned[threadIdx.x / 32]) {
+  __device__ __forceinline__ LineInputs(Shared* shared, const bf16* x, int count)
+      : rows(x, count, shared->exchange[threadIdx.x / 32]) {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS_AHEAD; ++chunk) rows.load(ahead[chunk], chunk % CHUNKS);
   }
   __device__ __forceinline__ void next(uint2 (&now)[GROUP_STEPS], int group) {
-    rows.turn(ahead[0], now);
+    rows.to_fragments(ahead[0], now);
 #pragma unroll
     for (int chunk = 1; chunk < CHUNKS_AHEAD; ++chunk) ahead[chunk - 1] = ahead[chunk];
     rows.load(ahead[CHUNKS_AHEAD - 1], (group + CHUNKS_AHEAD) % CHUNKS);
   }
 };
 
-// All of the block's row tiles for up to 8 tokens, one after the other.
+// Multiplies all of the block's row tiles for up to 8 tokens, one tile after another.
 template <class Inputs>
-__device__ __forceinline__ void multiply_few(Shared* shared, Stream& weights, const bf16* x, int count,
-                                             bf16* y) {
+__device__ __forceinline__ void multiply_up_to_8(Shared* shared, Stream& weights, const bf16* x, int count,
+                                                 bf16* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int BUFFERS = SUMS / 2;  // of partial sums
   Inputs inputs(shared, x, count);
   int buffer = 0;
   for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
     float sum[4] = {};
-#pragma unroll 1  // code that is run once is slow to come, too
+#pragma unroll 1  // unrolled code runs once, and fetching instructions takes time, too
     for (int group = 0; group < WARP_STEPS / Inputs::GROUP_STEPS; ++group) {
       uint2 now[Inputs::GROUP_STEPS];
       inputs.next(now, group);
@@ -262,27 +276,27 @@ __device__ __forceinline__ void multiply_few(Shared* shared, Stream& weights, co
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) shared->of_few[buffer][warp][i][lane] = sum[i];
+    for (int i = 0; i < 4; ++i) shared->partial_up_to_8[buffer][warp][i][lane] = sum[i];
     __syncthreads();
-    store_tile<1>(shared->of_few + buffer, row_tile, count, y);
+    store_tile<1>(shared->partial_up_to_8 + buffer, row_tile, count, y);
     buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
   }
 }
 
-// All of the block's row tiles for up to TILES * 8 tokens, which are more than 8.
+// Multiplies all of the block's row tiles for more than 8, and up to TILES * 8, tokens.
 template <int TILES>
 __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const bf16* x, int count, bf16* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, one after the other
-  constexpr int SIDE_BY_SIDE = tiles_together(TILES * 8);
+  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, used in turn
+  constexpr int AT_ONCE = row_tiles_at_once(TILES * 8);
   x += lane % 4 * 4;
   int x_at[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     const int m = t * 8 + lane / 4;
-    x_at[t] = (m < count ? m : 0) * X_STRIDE;  // columns beyond the last count for nothing
+    x_at[t] = (m < count ? m : 0) * X_STRIDE;  // sums of tokens from `count` on are not used
   }
-  uint2 inputs[STAGE_STEPS][TILES];  // B fragments, of the next stage
+  uint2 inputs[STAGE_STEPS][TILES];  // B fragments of the next stage
   auto load_inputs = [&](int first_step) {
 #pragma unroll
     for (int s = 0; s < STAGE_STEPS; ++s)
@@ -294,13 +308,13 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 
   int buffer = 0;
   const int stride = weights.stride, row_tiles = weights.row_tiles;
-  for (int row_tile = weights.first_tile; row_tile < row_tiles; row_tile += SIDE_BY_SIDE * stride) {
-    float sum[SIDE_BY_SIDE][TILES][4] = {};
+  for (int row_tile = weights.first_tile; row_tile < row_tiles; row_tile += AT_ONCE * stride) {
+    float sum[AT_ONCE][TILES][4] = {};
     auto multiply_stage = [&](const uint2(*held)[TILES]) {
 #pragma unroll
-      for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+      for (int j = 0; j < AT_ONCE; ++j) {
         if (j > 0 && row_tile + j * stride >= row_tiles) break;
-        const uint4* fragments = weights.template next<SIDE_BY_SIDE>();
+        const uint4* fragments = weights.template next<AT_ONCE>();
 #pragma unroll
         for (int s = 0; s < STAGE_STEPS; ++s) {
           const uint4 four = fragments[s * 32];
@@ -318,24 +332,24 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 #pragma unroll
       for (int i = 0; i < STAGE_STEPS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
       load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                  STAGE_STEPS);  // the next stage's, or the next tiles' first
+                  STAGE_STEPS);  // after a tile's last stage, the next tile's first
       multiply_stage(now);
     }
 #pragma unroll
-    for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       if (j > 0 && row_tile + j * stride >= row_tiles) break;
       float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
       for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[j][i / 4][i % 4];
       __syncthreads();
       store_tile<TILES>(partial, row_tile + j * stride, count, y);
-      if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are
+      if (BUFFERS == 1) __syncthreads();  // the next tile's sums overwrite these
       buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
   }
 }
 
-// The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
+// Multiplies the block's row tiles for its tokens: MAX_TOKENS tokens for each blockIdx.y.
 __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x, bf16* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, tokens - first_token);
@@ -346,10 +360,10 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
        threadIdx.x / 32 * WARP_STEPS * 16;
   y += (size_t)first_token * Y_STRIDE + (size_t)blockIdx.z * Y_BATCH_STRIDE;
-  if (count < LINES_FROM)
-    multiply_few<AsFragments>(shared, weights, x, count, y);
+  if (count < MIN_TOKENS_FOR_LINES)
+    multiply_up_to_8<FragmentInputs>(shared, weights, x, count, y);
   else if (count <= 8)
-    multiply_few<ByLines>(shared, weights, x, count, y);
+    multiply_up_to_8<LineInputs>(shared, weights, x, count, y);
   else if (count <= 16)
     multiply<2>(shared, weights, x, count, y);
   else
@@ -358,44 +372,46 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
 }  // namespace linear
 namespace router {
 constexpr int EXPERTS = 64, HIDDEN = 2048;
-constexpr int WARPS = 8, BLOCK = WARPS * 32;  // split the hidden dim; depends on the shape alone
+// warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int WARPS = 8, BLOCK = WARPS * 32;
 constexpr int WARP_STEPS = HIDDEN / 16 / WARPS;
-constexpr int HELD_STEPS = 16;                    // of a warp's weights, in registers
-constexpr int CHUNK_STEPS = 4, CHUNKS_AHEAD = 4;  // of inputs by lines; how many are on their way
-constexpr int GROUP = 8;  // experts at a time: half of the rows of an MMA, the other half is zeros
+constexpr int REGISTER_STEPS = 16;  // MMA steps of weights that a warp keeps in registers
+constexpr int CHUNK_STEPS = 4;      // MMA steps that InputLines loads at a time
+constexpr int CHUNKS_AHEAD = 4;     // chunks that are being loaded while an earlier one is multiplied
+constexpr int GROUP = 8;            // experts at a time: 8 rows of an MMA; the other 8 rows are zeros
 constexpr int MAX_TOKENS = 32;
-static_assert(WARP_STEPS % HELD_STEPS == 0, "whole rounds");
-static_assert(HELD_STEPS % CHUNK_STEPS == 0, "whole chunks");
+static_assert(WARP_STEPS % REGISTER_STEPS == 0, "whole rounds");
+static_assert(REGISTER_STEPS % CHUNK_STEPS == 0, "whole chunks");
 
 struct Partial {
   float sums[MAX_TOKENS / 8][WARPS][2][32];
 };
 
-// This warp's weights of the experts from first_expert to last_expert - 1, of its steps from `step` on. An expert has
-// 4 lanes, each with 4 consecutive inputs of a step; lanes that are left have the last expert once more.
+// Loads this warp's weights of experts first_expert .. last_expert - 1, REGISTER_STEPS steps from `step` on. 4 lanes
+// load an expert's weights, each 4 consecutive inputs of a step. Lanes beyond the last expert load its weights again.
 // weight: [expert][input].
-__device__ __forceinline__ void load_experts(uint2 (&held)[HELD_STEPS], const bf16* weight, int first_expert,
-                                             int last_expert, int step) {
+__device__ __forceinline__ void load_experts(uint2 (&held)[REGISTER_STEPS], const bf16* weight,
+                                             int first_expert, int last_expert, int step) {
   const int lane = threadIdx.x % 32, expert = min(first_expert + lane / 4, last_expert - 1);
   const bf16* row =
       weight + (size_t)expert * HIDDEN + (threadIdx.x / 32 * WARP_STEPS + step) * 16 + lane % 4 * 4;
 #pragma unroll
-  for (int s = 0; s < HELD_STEPS; ++s) held[s] = ld_global_8(row + s * 16);
+  for (int s = 0; s < REGISTER_STEPS; ++s) held[s] = ld_global_8(row + s * 16);
 }
 
-// This warp's part of write_logits' sums. `turned` is for a chunk of inputs.
+// Computes this warp's part of the sums of write_logits. `exchange`: this warp's part of shared memory for InputLines.
 template <bool BY_LINES>
-__device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[HELD_STEPS], const bf16* hidden,
+__device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[REGISTER_STEPS], const bf16* hidden,
                                          const bf16* weight, int first_expert, int experts, int count,
-                                         uint4* turned) {
+                                         uint4* exchange) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int tile = 0; tile * 8 < count; ++tile) {
     const int m = tile * 8 + lane / 4;
     const bf16* x = hidden + (size_t)(m < count ? m : 0) * HIDDEN + warp * WARP_STEPS * 16 + lane % 4 * 4;
-    const Lines<CHUNK_STEPS, HIDDEN> rows(hidden + (size_t)tile * 8 * HIDDEN + warp * WARP_STEPS * 16,
-                                          count - tile * 8, turned);
-    Lines<CHUNK_STEPS, HIDDEN>::Chunk ahead[CHUNKS_AHEAD];
+    const InputLines<CHUNK_STEPS, HIDDEN> rows(hidden + (size_t)tile * 8 * HIDDEN + warp * WARP_STEPS * 16,
+                                               count - tile * 8, exchange);
+    InputLines<CHUNK_STEPS, HIDDEN>::Chunk ahead[CHUNKS_AHEAD];
     if (BY_LINES) {
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS_AHEAD; ++chunk) rows.load(ahead[chunk], chunk);
@@ -403,13 +419,13 @@ __device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[HELD_ST
     uint2 inputs[CHUNK_STEPS];
     float sum[4] = {};
 #pragma unroll 1
-    for (int step = 0; step < WARP_STEPS; step += HELD_STEPS) {
-      if (HELD_STEPS < WARP_STEPS && (tile > 0 || step > 0))
+    for (int step = 0; step < WARP_STEPS; step += REGISTER_STEPS) {
+      if (REGISTER_STEPS < WARP_STEPS && (tile > 0 || step > 0))
         load_experts(held, weight, first_expert, first_expert + experts, step);
 #pragma unroll
-      for (int s = 0; s < HELD_STEPS; ++s) {
+      for (int s = 0; s < REGISTER_STEPS; ++s) {
         if (BY_LINES && s % CHUNK_STEPS == 0) {
-          rows.turn(ahead[0], inputs);
+          rows.to_fragments(ahead[0], inputs);
 #pragma unroll
           for (int chunk = 1; chunk < CHUNKS_AHEAD; ++chunk) ahead[chunk - 1] = ahead[chunk];
           const int next = (step + s) / CHUNK_STEPS + CHUNKS_AHEAD;
@@ -426,30 +442,32 @@ __device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[HELD_ST
   }
 }
 
-// logits[m][first_expert + e] = sum_k hidden[m][k] weight[first_expert + e][k] for e < experts <= GROUP and m < count,
-// with the first of the weights in `held`.
-__device__ __forceinline__ void write_logits(Partial& partial, uint2 (&held)[HELD_STEPS], const bf16* hidden,
-                                             const bf16* weight, int first_expert, int experts, int count,
-                                             bool by_lines, uint4* turned, float* logits) {
+// logits[m][first_expert + e] = sum_k hidden[m][k] weight[first_expert + e][k] for e < experts <= GROUP and m < count.
+// The caller has loaded the first weights into `held`.
+__device__ __forceinline__ void write_logits(Partial& partial, uint2 (&held)[REGISTER_STEPS],
+                                             const bf16* hidden, const bf16* weight, int first_expert,
+                                             int experts, int count, bool by_lines, uint4* exchange,
+                                             float* logits) {
   if (by_lines)
-    multiply<true>(partial, held, hidden, weight, first_expert, experts, count, turned);
+    multiply<true>(partial, held, hidden, weight, first_expert, experts, count, exchange);
   else
-    multiply<false>(partial, held, hidden, weight, first_expert, experts, count, turned);
+    multiply<false>(partial, held, hidden, weight, first_expert, experts, count, exchange);
   __syncthreads();
   for (int o = threadIdx.x; o < experts * count; o += BLOCK) {
-    const int m = o / experts, e = o % experts;  // element m % 2 of lane e * 4 + m % 8 / 2
+    const int m = o / experts, e = o % experts;  // in a fragment: element m % 2 of lane e * 4 + m % 8 / 2
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += partial.sums[m / 8][w][m % 2][e * 4 + m % 8 / 2];
     logits[(size_t)m * EXPERTS + first_expert + e] = total;
   }
-  __syncthreads();  // before other sums come to where these are
+  __syncthreads();  // other sums overwrite these
 }
 }  // namespace router
+static_assert(sizeof(linear::Shared) == 49152, "the plan launches with this many bytes");
 static_assert(router::WARPS == linear::WARPS && router::MAX_TOKENS == linear::MAX_TOKENS,
-              "one launch for both");
-static_assert(sizeof(router::Partial) <= sizeof(linear::Shared::of_few),
-              "sums before sums, and beside inputs");
+              "one launch serves both");
+static_assert(sizeof(router::Partial) <= sizeof(linear::Shared::partial_up_to_8),
+              "the router's sums do not overlap `exchange`");
 
 extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_SM)
     shared_gate_up_proj_and_router(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight,
@@ -457,25 +475,27 @@ extern "C" __global__ void __launch_bounds__(linear::BLOCK, linear::BLOCKS_PER_S
                                    int row_tiles) {
   SHARED_DYNAMIC(linear::Shared, shared);
   griddepcontrol_launch_dependents();
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
-  linear::Stream weights =
-      linear::start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
-  // the last blocks begin, for they may have a row tile less
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
+  linear::Stream weights = linear::start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);
+  // The last block has the first experts. If there are fewer experts than blocks, blocks with a row tile less have
+  // them.
   const int share = (router::EXPERTS + gridDim.x - 1) / gridDim.x,
             first_expert = (gridDim.x - 1 - blockIdx.x) * share;
   const int last_expert = min(first_expert + share, router::EXPERTS);
-  uint2 held[router::HELD_STEPS];
+  uint2 held[router::REGISTER_STEPS];
   router::load_experts(held, router_weight, first_expert, last_expert, 0);
   griddepcontrol_wait();
   const int first_token = blockIdx.y * linear::MAX_TOKENS,
             count = min(linear::MAX_TOKENS, tokens - first_token);
   for (int expert = first_expert; expert < last_expert && count > 0; expert += router::GROUP) {
     if (expert > first_expert) router::load_experts(held, router_weight, expert, last_expert, 0);
-    router::write_logits(
-        reinterpret_cast<router::Partial&>(shared->of_few), held, x + (size_t)first_token * router::HIDDEN,
-        router_weight, expert, min(router::GROUP, last_expert - expert), count, count >= linear::LINES_FROM,
-        shared->turned[threadIdx.x / 32], router_logits + (size_t)first_token * router::EXPERTS);
+    router::write_logits(reinterpret_cast<router::Partial&>(shared->partial_up_to_8), held,
+                         x + (size_t)first_token * router::HIDDEN, router_weight, expert,
+                         min(router::GROUP, last_expert - expert), count,
+                         count >= linear::MIN_TOKENS_FOR_LINES, shared->exchange[threadIdx.x / 32],
+                         router_logits + (size_t)first_token * router::EXPERTS);
   }
-  linear::finish(shared, weights, *num_tokens, x, y);  // read again: a register less to keep
+  linear::finish(shared, weights, *num_tokens, x, y);  // loaded again, which saves a register
 }
 }  // namespace shared_gate_up_proj_and_router

@@ -13,8 +13,9 @@
 //   sequence_length  int*        sequence_length [sequences] int32
 //   root_token       int*        root_token [sequences] int32
 
-// Commits runs of tokens: each sequence of the step grows by its rows, and the choice of the last of its rows that have
-// logits becomes its root. Place p has choices logit_begin[p] .. logit_begin[p + 1] - 1.
+// Commits the tokens of a step without trees: each sequence grows by its rows, and the choice of its last row
+// becomes its root token. The choices of place p are next_token[logit_begin[p]] .. next_token[logit_begin[p + 1] -
+// 1].
 #include "primitives.cuh"
 
 namespace advance {

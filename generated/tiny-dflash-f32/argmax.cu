@@ -9,18 +9,18 @@
 //   logits      const float*  logits [64 sequences][512] float32
 //   next_token  int*          next_token [64 sequences] int32
 
-// Greedy choice: the token with the largest logit of each row, the lowest id on ties. One cluster a row. The choice of
-// a row that holds a NaN or an infinity has all bits flipped, so that it is negative.
+// Greedy choice: the token with the largest logit of each row, the lowest id on ties; one cluster for each row. If
+// a row holds a NaN or an infinity, all bits of its choice are flipped, so that it is negative.
 #include "primitives.cuh"
 
 namespace argmax {
 constexpr int VOCAB = 512;
-constexpr int BLOCK = 128;  // threads of a row, a cluster's
+constexpr int BLOCK = 128;  // threads of a cluster, which has one row
 constexpr int BLOCK_OF_CLUSTER = CLUSTER_BLOCK(BLOCK, 4);
 constexpr int WARPS = BLOCK / 32;
-constexpr int VECTOR = 4;    // consecutive logits of a thread
-constexpr int AT_ONCE = 10;  // vectors of a thread that are on their way
-static_assert(WARPS <= 32, "a lane for each");
+constexpr int VECTOR = 4;              // consecutive logits of a thread
+constexpr int VECTORS_IN_FLIGHT = 10;  // vectors that a thread loads before it uses the first
+static_assert(WARPS <= 32, "one warp joins the warps' results, a lane each");
 struct alignas(4 * VECTOR) Vector {
   float values[VECTOR];
 };
@@ -33,10 +33,11 @@ __device__ __forceinline__ Best better(Best a, Best b) {
   return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
 
-// The choice of a row that holds a NaN or an infinity is negative: the host ends the run when it reads one.
+// The choice of a row that holds a NaN or an infinity is negative: all its bits are flipped. The host ends the run
+// when it reads one.
 __device__ __forceinline__ int marked(int token, bool finite) { return finite ? token : ~token; }
 
-// of a warp, for all of its lanes
+// The best of a warp's candidates, in every lane.
 __device__ __forceinline__ Best best_of_warp(Best best) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1)
@@ -45,20 +46,22 @@ __device__ __forceinline__ Best best_of_warp(Best best) {
   return best;
 }
 
-// for the cluster's first warp; a row of NaNs has none, and an index of 0x7fffffff; `finite`: every logit of the row is
+// Returns the best to the cluster's first warp. A row of NaNs has none; the index is then 0x7fffffff. Sets
+// `finite`: whether all logits of the row are finite.
 __device__ __forceinline__ Best best_of_row(float (&warp_value)[WARPS], int (&warp_index)[WARPS],
                                             u64* arrived, const float* row, bool& finite) {
   const Best none = {negative_infinity(), 0x7fffffff};
   Best best = none;
-  float zero = 0.0f;  // 0 times a finite logit is 0, and times any other NaN
-  for (int first = cluster_thread_rank() * VECTOR; first < VOCAB; first += AT_ONCE * BLOCK * VECTOR) {
-    Vector logits[AT_ONCE];
+  float zero = 0.0f;  // sum of 0 * logit: 0 if all logits are finite, else NaN
+  for (int first = cluster_thread_rank() * VECTOR; first < VOCAB;
+       first += VECTORS_IN_FLIGHT * BLOCK * VECTOR) {
+    Vector logits[VECTORS_IN_FLIGHT];
 #pragma unroll
-    for (int a = 0; a < AT_ONCE; ++a)
+    for (int a = 0; a < VECTORS_IN_FLIGHT; ++a)
       if (first + a * BLOCK * VECTOR < VOCAB)
         logits[a] = *reinterpret_cast<const Vector*>(row + first + a * BLOCK * VECTOR);
 #pragma unroll
-    for (int a = 0; a < AT_ONCE; ++a) {
+    for (int a = 0; a < VECTORS_IN_FLIGHT; ++a) {
       const int i = first + a * BLOCK * VECTOR;
       if (i >= VOCAB) continue;
 #pragma unroll
@@ -88,14 +91,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
   SHARED_ARRAY(int, warp_index, [WARPS]);
   SHARED_ARRAY(u64, arrived, [1]);
   const int token_row = cluster_id();
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
   cluster_begin(arrived, sizeof warp_value + sizeof warp_index);
   griddepcontrol_wait();
   if (token_row >= tokens) return;
   bool finite = true;
   const Best best = best_of_row(warp_value, warp_index, arrived, logits + (size_t)token_row * VOCAB, finite);
   if (cluster_thread_rank() != 0) return;
-  next_token[token_row] =
-      marked(best.index < VOCAB ? best.index : 0, finite);  // a row of NaNs has no largest
+  next_token[token_row] = marked(best.index < VOCAB ? best.index : 0, finite);  // all NaN: no largest logit
 }
 }  // namespace argmax

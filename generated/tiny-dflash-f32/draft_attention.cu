@@ -18,9 +18,10 @@
 //   max_splits        int           set by the plan
 //   window            int           set by the plan
 
-// Attention of draft blocks over their sequence's draft cache, committed rows and the block's own, in float32: one
-// block of threads a place of the step, tile of query rows, key head and split of the keys. A query row is one head of
-// one row of the draft block; heads that share a key head (2 of them) are worked on together: keys are read once.
+// Attention of draft blocks over the draft cache of their sequence, committed rows and the draft block's own rows,
+// in float32. A block has one place of the step, tile of query rows, key head and split of the keys. A query row is
+// one head of one row of the draft block. The 2 heads that share a key head are in the same tiles, so
+// keys are read once for them.
 // With a window, a row sees so many keys before itself, itself included.
 #include "primitives.cuh"
 
@@ -28,8 +29,8 @@ namespace draft_attention {
 constexpr int HEADS = 4, KEY_HEADS = 2, GROUP = HEADS / KEY_HEADS;
 constexpr int HEAD = 48;
 constexpr int CACHE_ROW = 2 * KEY_HEADS * HEAD;  // [keys | values]
-constexpr int SPLIT = 64;                        // keys of a split, at absolute positions
-constexpr int TILE = 32;                         // keys of a tile, one a lane
+constexpr int SPLIT = 64;                        // keys of a split, whose bounds are absolute positions
+constexpr int TILE = 32;                         // keys of a tile, one for each lane
 constexpr int ROWS = 16;                         // query rows of a tile
 constexpr int ROW_TILES = 1;                     // of the largest draft block
 constexpr float SCALE = 0x1.279a74p-3f /* 0.144337567 */;
@@ -39,12 +40,13 @@ constexpr int WARPS = BLOCK / 32;
 constexpr int WARP_ROWS = ROWS / WARPS;             // query rows whose scores a warp computes
 constexpr int VALUES = (HEAD + BLOCK - 1) / BLOCK;  // value columns of a thread
 
-struct Shared {  // 11456 bytes
+struct Shared {
   float query[HEAD][ROWS];
   float probability[TILE][ROWS];
   float rescale[ROWS];
   float key[TILE][HEAD + 1];  // the odd stride keeps lanes in different banks
 };
+static_assert(sizeof(Shared) == 11456, "the plan launches with this many bytes");
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     draft_attention(const int* step_count, const int* step_sequence, const int* draft_begin,
@@ -86,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
 
   for (int tile_key = first_key; tile_key < end_key; tile_key += TILE) {
     const int keys = min(TILE, end_key - tile_key);
-    // nobody reads keys any more: since the scores of the last tile there has been a barrier
+    // All warps have passed the barrier behind the last tile's scores, so none reads its keys any more.
     for (int i = threadIdx.x; i < keys * HEAD; i += BLOCK)
       shared->key[i / HEAD][i % HEAD] = to_float(cache[(size_t)(tile_key + i / HEAD) * CACHE_ROW + i % HEAD]);
     __syncthreads();

@@ -18,9 +18,10 @@
 //   query             float*        draft_query [8 sequences][192] float32
 //   context_capacity  int           set by the plan
 
-// The drafter's heads, one warp each. Keys and queries are normed over the head, then rotated as a whole by the row's
-// position, pairs half a head apart. Keys and values go to the row's own position in the draft cache. A block's rows
-// lie behind the committed ones there and are overwritten by the next that are committed.
+// Norms and rotates the drafter's heads, one warp for each. RMSNorm is over the numbers of a head. The whole head
+// is rotated by the row's position; the numbers of a pair lie half a head apart. Keys and values go to the row's
+// position in the draft cache. Rows of a draft block lie behind the committed ones; rows that are committed later
+// overwrite them.
 #include "primitives.cuh"
 
 namespace draft_block_heads {

@@ -10,25 +10,25 @@
 //   weight      const float*  router [8][256] float32
 //   logits      float*        router_logits [rows][8] float32
 
-// Router logits in float32: logits[m][e] = sum_k h[m][k] w[e][k]. A block takes a few experts and all of a tile of
-// tokens; its warps stride over the hidden dim and their sums are joined in warp order.
+// Router logits in float32: logits[m][e] = sum_k h[m][k] w[e][k]. A block has a few experts and a tile of tokens. Its
+// threads stride over the inputs; the warps' sums are added in warp order.
 #include "primitives.cuh"
 
 namespace router_logits {
 constexpr int HIDDEN = 256;
 constexpr int EXPERTS = 8;
 constexpr int TOKENS = 8;         // token rows of a block
-constexpr int BLOCK_EXPERTS = 2;  // experts of a block, which share its readings of h
-constexpr int VECTOR = 4;         // consecutive inputs of a lane
+constexpr int BLOCK_EXPERTS = 2;  // experts of a block; one reading of h serves them all
+constexpr int VECTOR = 4;         // consecutive inputs that a thread loads
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
-static_assert(HIDDEN % VECTOR == 0, "a vector must not end in the next row");
+static_assert(HIDDEN % VECTOR == 0, "no vector reaches into the next row");
 
 __device__ __forceinline__ void load(float (&x)[VECTOR], const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
 }
 
-// The sums of COUNT token rows for the block's experts, joined over a warp, into out[e * TOKENS + t].
+// out[e * TOKENS + t] = this warp's sum of expert e of the block and token row t, for COUNT token rows.
 template <int COUNT>
 __device__ __forceinline__ void warp_sums(const float* h, const float* weight, int first_expert, float* out) {
   float sum[BLOCK_EXPERTS][COUNT];

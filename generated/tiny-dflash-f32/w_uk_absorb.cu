@@ -10,9 +10,9 @@
 //   weight      const bf16*   w_uk_absorb [4][64][32] bfloat16, packed as k_major
 //   y           float*        query [rows][4][96] float32
 
-// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that
-// a warp reads consecutive ones. Sums are float64: this path is held against other implementations' float32, and
-// its own rounding should not be what is seen.
+// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that a warp
+// reads consecutive ones. Sums are float64: these kernels are compared with other implementations, and a difference
+// should then not be their own rounding.
 // Per head, q_nope into the latent space.
 #include "primitives.cuh"
 
@@ -21,7 +21,8 @@ constexpr int ROWS = 64;  // outputs
 constexpr int COLS = 32;  // inputs
 constexpr int X_STRIDE = 256, X_BATCH_STRIDE = 64;
 constexpr int Y_STRIDE = 384, Y_BATCH_STRIDE = 96;
-constexpr int SLICES = 4;  // warps that split the inputs; depends on the shape alone, so a row's bits do too
+// warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int SLICES = 4;
 constexpr int TOKENS = 8;  // token columns of a block
 constexpr int BLOCK = SLICES * 32;
 constexpr int OUTPUTS = ROWS;

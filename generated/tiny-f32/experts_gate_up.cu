@@ -20,11 +20,12 @@
 #include "primitives.cuh"
 
 namespace experts_gate_up {
-constexpr int ROWS = 256;                 // outputs
-constexpr int COLS = 256;                 // inputs
-constexpr int ASSIGNMENTS_PER_X_ROW = 2;  // TOP_K where x has token rows, 1 where it has assignments
-constexpr int SLICES =
-    4;  // warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int ROWS = 256;  // outputs
+constexpr int COLS = 256;  // inputs
+// TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
+constexpr int ASSIGNMENTS_PER_X_ROW = 2;
+// warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int SLICES = 4;
 constexpr int TOKENS = 8;  // token columns at a time
 constexpr int BLOCK = SLICES * 32;
 constexpr int OUTPUTS = ROWS / 2;  // gate rows, then up rows

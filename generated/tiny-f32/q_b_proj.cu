@@ -10,9 +10,9 @@
 //   weight      const bf16*   q_b_proj [256][96] bfloat16, packed as k_major
 //   y           float*        q [rows][4][64] float32
 
-// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that
-// a warp reads consecutive ones. Sums are float64: this path is held against other implementations' float32, and
-// its own rounding should not be what is seen.
+// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that a warp
+// reads consecutive ones. Sums are float64: these kernels are compared with other implementations, and a difference
+// should then not be their own rounding.
 // Queries from their low-rank form.
 #include "primitives.cuh"
 
@@ -21,7 +21,8 @@ constexpr int ROWS = 256;  // outputs
 constexpr int COLS = 96;   // inputs
 constexpr int X_STRIDE = 96, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 256, Y_BATCH_STRIDE = 0;
-constexpr int SLICES = 4;  // warps that split the inputs; depends on the shape alone, so a row's bits do too
+// warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int SLICES = 4;
 constexpr int TOKENS = 8;  // token columns of a block
 constexpr int BLOCK = SLICES * 32;
 constexpr int OUTPUTS = ROWS;

@@ -11,7 +11,7 @@
 //   topk_experts     int*          topk_experts [rows][2] int32
 //   topk_weights     float*        topk_weights [rows][2] float32
 
-// Expert choice for one token row, by one warp.
+// Chooses the experts of a token row; one warp for each row.
 #include "primitives.cuh"
 
 namespace router_topk {
@@ -20,23 +20,24 @@ constexpr int TOP_K = 2;
 constexpr float ROUTED_SCALING = 0x1.8p+0f /* 1.5 */;
 constexpr int LANE_EXPERTS = (EXPERTS + 31) / 32;
 
-struct Scores {  // of a warp
+struct Scores {  // of one token row, in shared memory
   float score[EXPERTS], choice[EXPERTS], chosen[TOP_K];
 };
 
-// Unsigned integers in the order of the floats, all above 0.
+// Maps floats to unsigned integers above 0 in the same order.
 __device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.0f);  // one zero
+  const u32 bits = __float_as_uint(x + 0.0f);  // -0 becomes +0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The highest choice score first, of equal ones the lowest index.
+// Chooses the TOP_K experts with the highest choice scores, the highest first; of equal scores, the lowest index first.
 // Scores are sigmoids. The bias corrects the choice only; weights are the scores themselves.
 __device__ __forceinline__ void choose_experts(Scores& scores, const float* row, const float* correction_bias,
                                                int* topk_experts, float* topk_weights) {
   const int lane = threadIdx.x % 32;
   float* choice = scores.choice;
-  float logit[LANE_EXPERTS], bias[LANE_EXPERTS];  // of experts lane, lane + 32, ...
+  // a lane has experts lane, lane + 32, ...
+  float logit[LANE_EXPERTS], bias[LANE_EXPERTS];
 #pragma unroll
   for (int i = 0; i < LANE_EXPERTS; ++i) {
     const int e = min(i * 32 + lane, EXPERTS - 1);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void choose_experts(Scores& scores, const float* row,
   }
   __syncwarp();
 
-  u32 left[LANE_EXPERTS];  // choice scores; 0 where there is none, or none any more
+  u32 left[LANE_EXPERTS];  // ordered choice scores; 0: no expert, or one that was chosen
 #pragma unroll
   for (int i = 0; i < LANE_EXPERTS; ++i)
     left[i] = i * 32 + lane < EXPERTS ? ordered(choice[i * 32 + lane]) : 0;
@@ -79,7 +80,7 @@ __device__ __forceinline__ void choose_experts(Scores& scores, const float* row,
     for (int j = 0; j < TOP_K; ++j) sum += scores.chosen[j];
     topk_weights[i] = scores.chosen[i] / (sum + 1e-20f) * ROUTED_SCALING;
   }
-  __syncwarp();  // before the warp's next row
+  __syncwarp();  // the warp's next row overwrites the scores
 }
 
 extern "C" __global__ void __launch_bounds__(32)

@@ -18,9 +18,9 @@
 //   sequence_length  int*        sequence_length [sequences] int32
 //   root_token       int*        root_token [sequences] int32
 
-// Greedy walk through each tree of a step, one warp a place: from the root, follow the child whose token the target
-// chose, as long as there is one. The walked nodes are committed (the root among them) and the first choice without
-// a child is the next root.
+// Walks through each tree of a step, one warp for each place: from the root to the child whose token the target
+// model chose, as long as there is such a child. The visited nodes, the root included, are committed. The choice at
+// the last of them is the next root token.
 #include "primitives.cuh"
 
 namespace tree_accept {

@@ -10,9 +10,9 @@
 //   weight      const bf16*   down_proj [192][256] bfloat16, packed as k_major
 //   y           float*        residual [rows][192] float32
 
-// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that
-// a warp reads consecutive ones. Sums are float64: this path is held against other implementations' float32, and
-// its own rounding should not be what is seen.
+// Linear layer of any size in float32: y[m][n] = sum_k w[k][n] x[m][k]. Weights are stored input-major, so that a warp
+// reads consecutive ones. Sums are float64: these kernels are compared with other implementations, and a difference
+// should then not be their own rounding.
 // The result is added to the float32 residual.
 #include "primitives.cuh"
 
@@ -21,7 +21,8 @@ constexpr int ROWS = 192;  // outputs
 constexpr int COLS = 256;  // inputs
 constexpr int X_STRIDE = 256, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 192, Y_BATCH_STRIDE = 0;
-constexpr int SLICES = 4;  // warps that split the inputs; depends on the shape alone, so a row's bits do too
+// warps that split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int SLICES = 4;
 constexpr int TOKENS = 8;  // token columns of a block
 constexpr int BLOCK = SLICES * 32;
 constexpr int OUTPUTS = ROWS;

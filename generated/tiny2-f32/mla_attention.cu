@@ -18,10 +18,10 @@
 //   context_capacity  int           set by the plan
 //   max_splits        int           set by the plan
 
-// Absorbed MLA attention in float32, any dims: one block a token row, head and split of the keys.
-// Keys are visited by logical position. Positions below the row's prefix lie in the cache as they are; later ones
-// are the row's ancestors in the draft tree, found through its path. Tile and split bounds are absolute
-// positions, so a row's bits depend on the tokens before it and not on how they came to be there.
+// Absorbed MLA attention in float32, for any dims. A block has one token row, head and split of the keys.
+// Keys are read in the order of their positions. Those before the row's prefix lie in the cache by position; later ones
+// are the row's ancestors in the draft tree, and the row's path says where they lie. Bounds of tiles and splits are
+// absolute positions, so a row's bits depend on the tokens before it and not on the steps that wrote them.
 #include "primitives.cuh"
 
 namespace mla_attention {
@@ -67,10 +67,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
 
   for (int tile_key = first_key; tile_key < end_key; tile_key += TILE) {
     const int keys = min(TILE, end_key - tile_key);
-    __syncthreads();  // the query row, or the last tile's reads
+    __syncthreads();  // the query row is there, and the last tile's probabilities are read
     for (int j = threadIdx.x; j < keys; j += BLOCK) {
       const float* key = key_row(tile_key + j);
-      double dot = 0.0;  // a product of two floats is exact in it
+      double dot = 0.0;  // products of two floats are exact in float64
       for (int i = 0; i < ROW; ++i) dot += (double)query_row[i] * key[i];
       score[j] = (float)dot * SCALE;
     }

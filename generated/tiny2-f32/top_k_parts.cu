@@ -11,60 +11,61 @@
 //   part_candidates  int2*              part_candidates [sequences][16][4][64][2] int32
 //   part_sums        float2*            part_sums [sequences][16][4][2] float32
 
-// The most probable tokens of each part of each draft row's vocabulary, best first, the lower id first on ties, and
-// what the row's log-sum-exp needs of the part. A warp takes the best of its registers again and again; then one warp
-// merges what the warps found.
+// Finds the most probable tokens in each part of the vocabulary, for each draft row: best first, the lower id first
+// on ties. Also writes the part's largest logit and its sum of exponentials, for the log-sum-exp of the row. Each
+// warp takes the best token of its registers again and again; then one warp merges the warps' lists.
 #include "primitives.cuh"
 
 namespace top_k_parts {
 constexpr int VOCAB = 400;
 constexpr int MAX_PATH = 16;        // candidate rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of the outputs
-constexpr int LANE_TOKENS = 2;      // of a thread
+constexpr int LANE_TOKENS = 2;      // tokens of a thread
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
 constexpr int PART = BLOCK * LANE_TOKENS, PARTS = (VOCAB + PART - 1) / PART;
 struct DraftShape {
-  int depths;      // of the tree below its root
-  int candidates;  // tokens that a depth chooses from
-  int budget;      // nodes of the tree below its root
-  int first_row;   // of the place, among the draft's rows of logits
+  int depths;      // most depths of the tree, its root not counted
+  int candidates;  // tokens that each depth may choose from
+  int budget;      // most nodes of the tree, its root not counted
+  int first_row;   // the first row of the drafter's logits that belongs to the place
 };
-constexpr int NOBODY = 0x7fffffff;
+constexpr int NO_TOKEN = 0x7fffffff;
 struct Candidate {
-  u32 key;  // the logit in an order of unsigned integers; 0: there is none
+  u32 key;  // ordered(logit); 0: no candidate
   int token;
 };
 
-// Unsigned integers in the order of the floats, all above 0; a NaN is no candidate.
+// Maps floats to unsigned integers above 0 in the same order. A NaN is no candidate and becomes 0.
 __device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.0f);  // one zero
+  const u32 bits = __float_as_uint(x + 0.0f);  // -0 becomes +0
   return x != x ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float logit_of(u32 key) {
   return key == 0 ? negative_infinity() : __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// The best of a warp's, each lane's own in: the largest key, of equal ones the lowest token.
+// The best of the candidates that the lanes of a warp give: the largest key; of equal keys, the lowest token.
 __device__ __forceinline__ Candidate best_of_warp(u32 key, int token) {
   const u32 highest = warp_max(key);
-  return Candidate{highest, (int)warp_min(key == highest ? (u32)token : (u32)NOBODY)};
+  return Candidate{highest, (int)warp_min(key == highest ? (u32)token : (u32)NO_TOKEN)};
 }
 
-// The first `count` of LISTS sorted lists of `length`, which begin `stride` apart, one after another into `out`.
+// Merges LISTS sorted lists of `length` candidates, which begin `stride` candidates apart. Writes the best `count`
+// to `out`, best first.
 template <int LISTS>
 __device__ __forceinline__ void merge_best(const Candidate* lists, int stride, int length, int count,
                                            Candidate* out) {
-  constexpr int EACH = (LISTS + 31) / 32;  // lists of a lane: lane, lane + 32, ...
+  constexpr int EACH = (LISTS + 31) / 32;  // a lane has lists lane, lane + 32, ...
   const int lane = threadIdx.x % 32;
   Candidate head[EACH];
   int at[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; ++j) {
     at[j] = 0;
-    head[j] = j * 32 + lane < LISTS ? lists[(j * 32 + lane) * stride] : Candidate{0, NOBODY};
+    head[j] = j * 32 + lane < LISTS ? lists[(j * 32 + lane) * stride] : Candidate{0, NO_TOKEN};
   }
   for (int k = 0; k < count; ++k) {
-    Candidate mine = {0, NOBODY};
+    Candidate mine = {0, NO_TOKEN};
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
       if (head[j].key > mine.key || (head[j].key == mine.key && head[j].token < mine.token)) mine = head[j];
@@ -73,7 +74,7 @@ __device__ __forceinline__ void merge_best(const Candidate* lists, int stride, i
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
       if (head[j].key != 0 && head[j].token == best.token)
-        head[j] = ++at[j] < length ? lists[(j * 32 + lane) * stride + at[j]] : Candidate{0, NOBODY};
+        head[j] = ++at[j] < length ? lists[(j * 32 + lane) * stride + at[j]] : Candidate{0, NO_TOKEN};
   }
 }
 
@@ -110,12 +111,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
   for (int i = 0; i < LANE_TOKENS; ++i) sum += expf(value[i] - shift);
   sum = warp_sum(sum);
-  __syncthreads();  // the maxima have been read
+  __syncthreads();  // sums overwrite the maxima
   if (lane == 0) warp_value[warp] = sum;
 
   for (int k = 0; k < candidates; ++k) {
     u32 best_key = 0;
-    int best_token = NOBODY;
+    int best_token = NO_TOKEN;
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; ++i)
       if (key[i] > best_key) best_key = key[i], best_token = part * PART + i * BLOCK + threadIdx.x;

@@ -21,9 +21,9 @@
 //   row_slot         int*        row_slot [rows] int32
 //   row_path         int*        row_path [rows][16] int32
 
-// Row metadata for the draft trees of a step, one block a place. Node i of a tree sits in cache slot length + i at
-// position length + depth; positions from `length` on are found through its path, path[j] being the node at depth j
-// among its ancestors and itself.
+// Row metadata for the draft trees of a step, one block for each place. Node i of a tree has position length +
+// depth and cache slot length + i, where `length` tokens are committed. Its path says where the keys from position
+// `length` on lie: path[j] is the node at depth j among its ancestors and itself.
 #include "primitives.cuh"
 
 namespace tree_rows {

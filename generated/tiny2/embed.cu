@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const int token_row = blockIdx.x, i = blockIdx.y * BLOCK + threadIdx.x;
   const size_t at = (size_t)token_row * HIDDEN + i;
   if (token_row >= *num_tokens || i >= HIDDEN) return;
-  // a root is negative where the logits before it were not finite and the host has not read that yet
+  // a root token is negative if its logits were not finite and the host has not read that yet
   const int token = max(tokens[token_row], 0);
   residual[at] = to_float(table[(size_t)token * HIDDEN + i]);
 }

@@ -15,9 +15,9 @@
 //   context_capacity  int         set by the plan
 //   max_sequences     int         set by the plan
 
-// Moves the accepted nodes' cache rows to the positions they now stand for, in every layer and for every tree of a
-// step. The j-th accepted node has index >= j, so going up through the path never overwrites a row that is still to
-// be read; each thread moves one column.
+// Moves the cache rows of accepted nodes to the slots of their positions, in every layer and for every tree of a step.
+// Each thread moves one column. The j-th accepted node has an index of at least j, so moving nodes in the order of the
+// path never overwrites a row that is still to be moved.
 #include "primitives.cuh"
 
 namespace kv_compact {

@@ -15,8 +15,8 @@
 //   logit_sequence  int*        logit_sequence [64 sequences] int32
 //   logit_position  int*        logit_position [64 sequences] int32
 
-// Which of a step's token rows have logits: the last logit_begin[p + 1] - logit_begin[p] of place p, whose rows are
-// step_begin[p] .. step_begin[p + 1] - 1. What is computed for them alone stands side by side, in this order.
+// Lists the token rows of a step that have logits: the last logit_begin[p + 1] - logit_begin[p] rows of place p,
+// which has rows step_begin[p] .. step_begin[p + 1] - 1. Kernels that work on these rows alone keep this order.
 #include "primitives.cuh"
 
 namespace logit_rows {

@@ -11,33 +11,35 @@
 //   y           float*        kv_a [rows][176] float32
 //   row_tiles   int           set by the plan
 
-// Linear layer on tensor cores: y[m][n] = sum_k w[n][k] x[m][k], bf16 in, float32 sums. 16 weight rows are the
-// m16 operand and 8 token rows the n8 operand, so one token uses the instructions of eight.
+// Linear layer on tensor cores: y[m][n] = sum_k w[n][k] x[m][k], bf16 in, float32 sums. 16 weight rows are the m16
+// operand and 8 token rows the n8 operand, so one token takes as many instructions as eight.
 // [q_a | c_kv | k_rope] in one reading of h.
 #include "primitives.cuh"
 
 namespace q_a_kv_a_proj {
-// Inputs of 8 tokens as B fragments, CHUNK_STEPS MMA steps at a time. Lanes load pieces of 16 bytes that lie side by
-// side in a row, whole lines of 128 bytes where there are 4 steps, and get their fragments, pieces of 8 bytes of 8
-// rows, by way of shared memory: a load of fragments would ask for 8 lines and use a quarter of each.
+// Loads the inputs of 8 tokens, CHUNK_STEPS MMA steps at a time, and turns them into B fragments. A load of fragments
+// would touch 8 cache lines, one for each token, and use a quarter of each. Here lanes load consecutive pieces of 16
+// bytes of a row instead, a whole line of 128 bytes for 4 steps, and exchange them through shared memory.
 template <int CHUNK_STEPS, int STRIDE>
-struct Lines {
-  static constexpr int PIECES = CHUNK_STEPS * 2;    // of a row
-  static constexpr int TURNED = 8 * PIECES;         // pieces that there must be room for, of a warp
-  static constexpr int LOADS = (TURNED + 31) / 32;  // of a lane
+struct InputLines {
+  static constexpr int ROW_PIECES = CHUNK_STEPS * 2;  // 16-byte pieces of a row in a chunk
+  static constexpr int PIECES = 8 * ROW_PIECES;       // of a chunk, hence in a warp's part of shared memory
+  static constexpr int LOADS = (PIECES + 31) / 32;    // pieces that a lane loads
   const bf16* x;
-  uint4* turned;
+  uint4* exchange;
   int x_at[LOADS];
   struct Chunk {
     uint4 pieces[LOADS];
   };
 
-  // x: the first of the warp's inputs of the first of `count` tokens; columns beyond the last count for nothing
-  __device__ __forceinline__ Lines(const bf16* x, int count, uint4* turned) : x(x), turned(turned) {
+  // x: the warp's first input of the first token. Tokens from `count` on are loaded as token 0; their sums are not
+  // used.
+  __device__ __forceinline__ InputLines(const bf16* x, int count, uint4* exchange)
+      : x(x), exchange(exchange) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at = i * 32 + threadIdx.x % 32, m = at / PIECES;
-      x_at[i] = (m < count ? m : 0) * STRIDE + at % PIECES * 8;
+      const int at = i * 32 + threadIdx.x % 32, m = at / ROW_PIECES;
+      x_at[i] = (m < count ? m : 0) * STRIDE + at % ROW_PIECES * 8;
     }
   }
   __device__ __forceinline__ void load(Chunk& to, int chunk) const {
@@ -45,22 +47,24 @@ struct Lines {
     for (int i = 0; i < LOADS; ++i)
       to.pieces[i] = *reinterpret_cast<const uint4*>(x + x_at[i] + chunk * CHUNK_STEPS * 16);
   }
-  // Where a row's piece lies: neither lanes of a row nor those of four rows are in each other's way.
+  // Where a piece of a row lies in `exchange`. The XOR avoids bank conflicts, of lanes that write a row and of
+  // lanes that read 4 rows.
   static __device__ __forceinline__ int place(int row, int piece) {
-    return row * PIECES + (piece ^ (row * CHUNK_STEPS / 4 % CHUNK_STEPS * 2));
+    return row * ROW_PIECES + (piece ^ (row * CHUNK_STEPS / 4 % CHUNK_STEPS * 2));
   }
-  __device__ __forceinline__ void turn(const Chunk& from, uint2 (&fragments)[CHUNK_STEPS]) const {
+  __device__ __forceinline__ void to_fragments(const Chunk& from, uint2 (&fragments)[CHUNK_STEPS]) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at = i * 32 + lane, row = at / PIECES;
-      if (row < 8) turned[place(row, at % PIECES)] = from.pieces[i];
+      const int at = i * 32 + lane, row = at / ROW_PIECES;
+      if (row < 8) exchange[place(row, at % ROW_PIECES)] = from.pieces[i];
     }
     __syncwarp();
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; ++s)
-      fragments[s] = reinterpret_cast<const uint2*>(turned + place(lane / 4, s * 2 + lane % 4 / 2))[lane % 2];
-    __syncwarp();  // before the next chunk comes to where this one is
+      fragments[s] =
+          reinterpret_cast<const uint2*>(exchange + place(lane / 4, s * 2 + lane % 4 / 2))[lane % 2];
+    __syncwarp();  // the next chunk overwrites this one
   }
 };
 
@@ -69,78 +73,86 @@ constexpr int COLS = 192;  // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 192, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 176, Y_BATCH_STRIDE = 0;
-constexpr int WARPS = 2;        // split the inputs; depends on the shape alone, so a row's bits do too
-constexpr int STAGE_STEPS = 2;  // steps that a warp copies at a time
+constexpr int WARPS = 2;        // split the inputs; depends on the shape alone, so the bits of a row do too
+constexpr int STAGE_STEPS = 2;  // MMA steps that a warp copies at a time
 constexpr int WARP_STEPS = STEPS / WARPS, WARP_STAGES = WARP_STEPS / STAGE_STEPS;
-constexpr int SLOTS = 4;                          // stages of a warp's ring: 4096 bytes a warp
-constexpr int LINES_FROM = 4;                     // tokens from which on inputs are loaded by lines
-constexpr int CHUNK_STEPS = 2, CHUNKS_AHEAD = 3;  // of 8 tokens' inputs, and how many are on their way
-constexpr int MAX_TOKENS = 32;                    // of one reading of the weights
-constexpr int TOGETHER = 4;  // row tiles of a block that a reading of the inputs of more than 8 tokens is for
+constexpr int SLOTS = 4;                 // stages in a warp's ring: 4096 bytes a warp
+constexpr int MIN_TOKENS_FOR_LINES = 4;  // from so many tokens on, InputLines loads the inputs
+constexpr int CHUNK_STEPS = 2;           // MMA steps that InputLines loads at a time
+constexpr int CHUNKS_AHEAD = 3;          // chunks that are being loaded while an earlier one is multiplied
+constexpr int MAX_TOKENS = 32;           // most that one pass over the weights serves
+constexpr int ROW_TILES_AT_ONCE = 4;     // that use one reading of the inputs of more than 8 tokens
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 8;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
 
-// weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. Inside a step the inputs are
-// permuted so that a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9
-// are inputs 4t .. 4t+3.
+// weight: [batch][row tile][step][lane] of 16 bytes, each lane's A fragment. The inputs of a step are permuted, so that
+// a lane's B fragment is 4 consecutive elements of x: fragment inputs 2t, 2t+1, 2t+8, 2t+9 are inputs 4t .. 4t+3.
 constexpr int SUMS = MAX_TOKENS / 8;
 struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
   union {
-    float partial[SUMS][WARPS][4][32];  // of a row tile with MAX_TOKENS, or of several with fewer
-    struct {                            // of two with 8 tokens, and warps' inputs on their way to lanes
-      float of_few[SUMS / 2][WARPS][4][32];
-      uint4 turned[WARPS][SUMS / 2 * 32];
+    float partial[SUMS][WARPS][4]
+                 [32];  // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
+    struct {            // for up to 8 tokens
+      float partial_up_to_8[SUMS / 2][WARPS][4][32];
+      uint4 exchange[WARPS][SUMS / 2 * 32];  // for InputLines
     };
   };
 };
 
-// Few tokens' inputs stay in registers or L1, and weights come more evenly one tile after the other.
-__device__ __forceinline__ constexpr int tiles_together(int tokens) { return tokens <= 8 ? 1 : TOGETHER; }
+// How many row tiles a warp multiplies at once, for `tokens` tokens. Inputs of up to 8 tokens stay in registers or
+// L1, so another row tile has no use of the same reading of them; and weights then arrive more evenly one tile
+// after another.
+__device__ __forceinline__ constexpr int row_tiles_at_once(int tokens) {
+  return tokens <= 8 ? 1 : ROW_TILES_AT_ONCE;
+}
 
-// This warp's weights, a stage at a time, through all of the block's row tiles: first_tile, then every stride-th, so
-// many of them side by side. A lane copies and reads its own fragments, so its own waiting is all there is to wait for.
+// Copies this warp's weights to its ring, a stage at a time, for all of the block's row tiles: first_tile and every
+// stride-th tile after it. Of AT_ONCE tiles, the same stage follows one tile after another. A lane reads only what
+// it has copied itself, so it waits for its own copies and for no other thread.
 struct Stream {
   const uint4* weight;
   uint4* ring;
-  u32 source;                         // in weight: the stage that is copied next
-  int row_tiles, first_tile, stride;  // the tiles there are, and which of them are the block's
-  int tile, place, stage;             // where that stage is: the first of tiles side by side, which of them
-  u32 slot;                           // where it comes to
+  u32 source;              // index into `weight` of the next stage to copy
+  int row_tiles;           // of the layer
+  int first_tile, stride;  // the block has tiles first_tile, first_tile + stride, ...
+  int tile, place, stage;  // of the next stage to copy: first of the tiles at once, place among them, stage
+  u32 slot;                // of the ring, for that stage
 
-  template <int SIDE_BY_SIDE>
+  template <int AT_ONCE>
   __device__ __forceinline__ void copy_next() {
     if (tile < row_tiles) {
-      const u64 once = evict_first_policy();
+      const u64 policy = evict_first_policy();
 #pragma unroll
       for (int s = 0; s < STAGE_STEPS; ++s)
-        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, once);
+        cp_async_16(ring + (slot * STAGE_STEPS + s) * 32, weight + source + s * 32, policy);
       const u32 next_tile = stride * STEPS * 32;
-      if (++place < SIDE_BY_SIDE && tile + place * stride < row_tiles) {
+      if (++place < AT_ONCE && tile + place * stride < row_tiles) {
         source += next_tile;
       } else {
         source += STAGE_STEPS * 32 - (place - 1) * next_tile;
         place = 0;
         if (++stage == WARP_STAGES) {
           stage = 0;
-          tile += SIDE_BY_SIDE * stride;
-          source += SIDE_BY_SIDE * next_tile - WARP_STEPS * 32;
+          tile += AT_ONCE * stride;
+          source += AT_ONCE * next_tile - WARP_STEPS * 32;
         }
       }
     }
     cp_async_commit_group();
     slot = (slot + 1) % SLOTS;
   }
-  template <int SIDE_BY_SIDE>
+  // Returns the oldest stage in the ring, once it is there, and begins to copy another one.
+  template <int AT_ONCE>
   __device__ __forceinline__ const uint4* next() {
     cp_async_wait_group<SLOTS - 2>();
-    copy_next<SIDE_BY_SIDE>();
-    return ring + slot * STAGE_STEPS * 32;  // which comes after the one just filled
+    copy_next<AT_ONCE>();
+    return ring + slot * STAGE_STEPS * 32;  // the slot behind the one that is being filled
   }
 };
 
-// Sends the first weights of the block's row tiles for `tokens` tokens on their way.
+// Begins to copy the first stages of the block's row tiles, for `tokens` tokens.
 __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int tokens, int row_tiles,
                                         int first_tile, int stride) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -159,20 +171,20 @@ __device__ __forceinline__ Stream start(Shared* shared, const uint4* weight, int
 #pragma unroll
   for (int stage = 0; stage < SLOTS - 1; ++stage) {
     if (count <= 8)
-      weights.copy_next<tiles_together(8)>();
+      weights.copy_next<row_tiles_at_once(8)>();
     else
-      weights.copy_next<tiles_together(MAX_TOKENS)>();
+      weights.copy_next<row_tiles_at_once(MAX_TOKENS)>();
   }
   return weights;
 }
 
-// A row tile for TILES * 8 tokens, from the warps' sums in warp order.
-// Element i of a lane's fragment: row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
+// Writes a row tile for TILES * 8 tokens from the warps' sums, added in warp order.
+// Element i of a lane's fragment is row lane / 4 + i / 2 * 8 of the tile, token lane % 4 * 2 + i % 2.
 template <int TILES>
 __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32], int row_tile, int count,
                                            float* y) {
   const int lane = threadIdx.x % 32;
-#pragma unroll(TILES == 1 ? 4 : 1)  // with more, other tiles' sums are in registers
+#pragma unroll(TILES == 1 ? 4 : 1)  // with more tiles, registers hold sums of other tiles
   for (int k = 0; k * BLOCK < TILES * 128; ++k) {
     const int o = k * BLOCK + threadIdx.x, t = o / 128, i = o / 32 % 4, m = t * 8 + lane % 4 * 2 + i % 2;
     const int n = row_tile * 16 + lane / 4 + i / 2 * 8;
@@ -184,17 +196,18 @@ __device__ __forceinline__ void store_tile(const float (*partial)[WARPS][4][32],
   }
 }
 
-// A warp's inputs of up to 8 tokens as B fragments, GROUP_STEPS steps at a time, through all steps and again from the
-// first: of LINES_FROM tokens and more by lines. Fewer have few lines anyhow, and need no way through shared memory.
-struct AsFragments {
+// Two ways to load a warp's inputs of up to 8 tokens as B fragments, GROUP_STEPS steps at a time; the last step is
+// followed by the first one again. LineInputs loads whole cache lines. FragmentInputs loads fragments: for fewer than
+// MIN_TOKENS_FOR_LINES tokens there are few lines anyway, and the way through shared memory would cost more.
+struct FragmentInputs {
   static constexpr int GROUP_STEPS = CHUNK_STEPS < WARP_STEPS ? CHUNK_STEPS : STAGE_STEPS;
   const bf16* x;
   uint2 ahead[GROUP_STEPS];
 
-  __device__ __forceinline__ AsFragments(Shared*, const bf16* x, int count) {
+  __device__ __forceinline__ FragmentInputs(Shared*, const bf16* x, int count) {
     const int m = threadIdx.x % 32 / 4;
-    this->x = x + (m < count ? m : 0) * X_STRIDE +
-              threadIdx.x % 4 * 4;  // columns beyond the last count for nothing
+    // sums of tokens from `count` on are not used
+    this->x = x + (m < count ? m : 0) * X_STRIDE + threadIdx.x % 4 * 4;
     load(0);
   }
   __device__ __forceinline__ void load(int group) {
@@ -208,38 +221,39 @@ struct AsFragments {
     load((group + 1) * GROUP_STEPS == WARP_STEPS ? 0 : group + 1);
   }
 };
-struct ByLines {
+struct LineInputs {
   static constexpr int GROUP_STEPS = CHUNK_STEPS, CHUNKS = WARP_STEPS / CHUNK_STEPS;
   static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && WARP_STEPS % CHUNK_STEPS == 0, "whole chunks");
-  using Rows = Lines<CHUNK_STEPS, X_STRIDE>;
-  static_assert(sizeof(Shared::turned[0]) >= Rows::TURNED * sizeof(uint4), "room to turn inputs");
+  using Rows = InputLines<CHUNK_STEPS, X_STRIDE>;
+  static_assert(sizeof(Shared::exchange[0]) >= Rows::PIECES * sizeof(uint4),
+                "a chunk fits a warp's part of shared memory");
   Rows rows;
   Rows::Chunk ahead[CHUNKS_AHEAD];
 
-  __device__ __forceinline__ ByLines(Shared* shared, const bf16* x, int count)
-      : rows(x, count, shared->turned[threadIdx.x / 32]) {
+  __device__ __forceinline__ LineInputs(Shared* shared, const bf16* x, int count)
+      : rows(x, count, shared->exchange[threadIdx.x / 32]) {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS_AHEAD; ++chunk) rows.load(ahead[chunk], chunk % CHUNKS);
   }
   __device__ __forceinline__ void next(uint2 (&now)[GROUP_STEPS], int group) {
-    rows.turn(ahead[0], now);
+    rows.to_fragments(ahead[0], now);
 #pragma unroll
     for (int chunk = 1; chunk < CHUNKS_AHEAD; ++chunk) ahead[chunk - 1] = ahead[chunk];
     rows.load(ahead[CHUNKS_AHEAD - 1], (group + CHUNKS_AHEAD) % CHUNKS);
   }
 };
 
-// All of the block's row tiles for up to 8 tokens, one after the other.
+// Multiplies all of the block's row tiles for up to 8 tokens, one tile after another.
 template <class Inputs>
-__device__ __forceinline__ void multiply_few(Shared* shared, Stream& weights, const bf16* x, int count,
-                                             float* y) {
+__device__ __forceinline__ void multiply_up_to_8(Shared* shared, Stream& weights, const bf16* x, int count,
+                                                 float* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int BUFFERS = SUMS / 2;  // of partial sums
   Inputs inputs(shared, x, count);
   int buffer = 0;
   for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
     float sum[4] = {};
-#pragma unroll 1  // code that is run once is slow to come, too
+#pragma unroll 1  // unrolled code runs once, and fetching instructions takes time, too
     for (int group = 0; group < WARP_STEPS / Inputs::GROUP_STEPS; ++group) {
       uint2 now[Inputs::GROUP_STEPS];
       inputs.next(now, group);
@@ -255,28 +269,28 @@ __device__ __forceinline__ void multiply_few(Shared* shared, Stream& weights, co
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) shared->of_few[buffer][warp][i][lane] = sum[i];
+    for (int i = 0; i < 4; ++i) shared->partial_up_to_8[buffer][warp][i][lane] = sum[i];
     __syncthreads();
-    store_tile<1>(shared->of_few + buffer, row_tile, count, y);
+    store_tile<1>(shared->partial_up_to_8 + buffer, row_tile, count, y);
     buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
   }
 }
 
-// All of the block's row tiles for up to TILES * 8 tokens, which are more than 8.
+// Multiplies all of the block's row tiles for more than 8, and up to TILES * 8, tokens.
 template <int TILES>
 __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const bf16* x, int count,
                                          float* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, one after the other
-  constexpr int SIDE_BY_SIDE = tiles_together(TILES * 8);
+  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, used in turn
+  constexpr int AT_ONCE = row_tiles_at_once(TILES * 8);
   x += lane % 4 * 4;
   int x_at[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     const int m = t * 8 + lane / 4;
-    x_at[t] = (m < count ? m : 0) * X_STRIDE;  // columns beyond the last count for nothing
+    x_at[t] = (m < count ? m : 0) * X_STRIDE;  // sums of tokens from `count` on are not used
   }
-  uint2 inputs[STAGE_STEPS][TILES];  // B fragments, of the next stage
+  uint2 inputs[STAGE_STEPS][TILES];  // B fragments of the next stage
   auto load_inputs = [&](int first_step) {
 #pragma unroll
     for (int s = 0; s < STAGE_STEPS; ++s)
@@ -288,13 +302,13 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 
   int buffer = 0;
   const int stride = weights.stride, row_tiles = weights.row_tiles;
-  for (int row_tile = weights.first_tile; row_tile < row_tiles; row_tile += SIDE_BY_SIDE * stride) {
-    float sum[SIDE_BY_SIDE][TILES][4] = {};
+  for (int row_tile = weights.first_tile; row_tile < row_tiles; row_tile += AT_ONCE * stride) {
+    float sum[AT_ONCE][TILES][4] = {};
     auto multiply_stage = [&](const uint2(*held)[TILES]) {
 #pragma unroll
-      for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+      for (int j = 0; j < AT_ONCE; ++j) {
         if (j > 0 && row_tile + j * stride >= row_tiles) break;
-        const uint4* fragments = weights.template next<SIDE_BY_SIDE>();
+        const uint4* fragments = weights.template next<AT_ONCE>();
 #pragma unroll
         for (int s = 0; s < STAGE_STEPS; ++s) {
           const uint4 four = fragments[s * 32];
@@ -312,24 +326,24 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
 #pragma unroll
       for (int i = 0; i < STAGE_STEPS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
       load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                  STAGE_STEPS);  // the next stage's, or the next tiles' first
+                  STAGE_STEPS);  // after a tile's last stage, the next tile's first
       multiply_stage(now);
     }
 #pragma unroll
-    for (int j = 0; j < SIDE_BY_SIDE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       if (j > 0 && row_tile + j * stride >= row_tiles) break;
       float (*partial)[WARPS][4][32] = shared->partial + buffer * TILES;
 #pragma unroll
       for (int i = 0; i < TILES * 4; ++i) partial[i / 4][warp][i % 4][lane] = sum[j][i / 4][i % 4];
       __syncthreads();
       store_tile<TILES>(partial, row_tile + j * stride, count, y);
-      if (BUFFERS == 1) __syncthreads();  // the next tile's sums come to where these are
+      if (BUFFERS == 1) __syncthreads();  // the next tile's sums overwrite these
       buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
   }
 }
 
-// The block's row tiles for its tokens: MAX_TOKENS of them for each blockIdx.y.
+// Multiplies the block's row tiles for its tokens: MAX_TOKENS tokens for each blockIdx.y.
 __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int tokens, const bf16* x, float* y) {
   const int first_token = blockIdx.y * MAX_TOKENS;
   const int count = min(MAX_TOKENS, tokens - first_token);
@@ -340,24 +354,26 @@ __device__ __forceinline__ void finish(Shared* shared, Stream& weights, int toke
   x += (size_t)first_token * X_STRIDE + (size_t)blockIdx.z * X_BATCH_STRIDE +
        threadIdx.x / 32 * WARP_STEPS * 16;
   y += (size_t)first_token * Y_STRIDE + (size_t)blockIdx.z * Y_BATCH_STRIDE;
-  if (count < LINES_FROM)
-    multiply_few<AsFragments>(shared, weights, x, count, y);
+  if (count < MIN_TOKENS_FOR_LINES)
+    multiply_up_to_8<FragmentInputs>(shared, weights, x, count, y);
   else if (count <= 8)
-    multiply_few<ByLines>(shared, weights, x, count, y);
+    multiply_up_to_8<LineInputs>(shared, weights, x, count, y);
   else if (count <= 16)
     multiply<2>(shared, weights, x, count, y);
   else
     multiply<SUMS>(shared, weights, x, count, y);
 }
 
+static_assert(sizeof(Shared) == 12288, "the plan launches with this many bytes");
+
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     q_a_kv_a_proj(const int* num_tokens, const bf16* x, const uint4* __restrict__ weight, float* y,
                   int row_tiles) {
   SHARED_DYNAMIC(Shared, shared);
   griddepcontrol_launch_dependents();
-  const int tokens = *num_tokens;  // old: the embedding let no kernel start before the step's rows were there
-  Stream weights =
-      start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);  // weights wait for nobody
+  // complete: no kernel of the step starts before the embedding has seen the step's rows
+  const int tokens = *num_tokens;
+  Stream weights = start(shared, weight, tokens, row_tiles, blockIdx.x, gridDim.x);
   griddepcontrol_wait();
   finish(shared, weights, tokens, x, y);
 }

@@ -16,31 +16,32 @@
 //   tree_parent          int*               tree_parent [sequences][64] int32
 //   tree_depth           int*               tree_depth [sequences][64] int32
 
-// Best-first draft tree (DDTree, arXiv 2604.12989): the `budget` most probable prefixes under independent
-// per-depth distributions. Take the best open candidate; open its next sibling (next rank in its row) and its
-// first child (rank 0 of the next row). Equal scores: the lexicographically smaller tuple of ranks.
-// One warp a place of the step: its lanes look for the best together, lane 0 writes.
+// Builds a draft tree best-first (DDTree, arXiv 2604.12989): the `budget` most probable prefixes, where each depth
+// has a distribution of its own. It takes the best open candidate, and opens its next sibling (the next rank of its
+// row) and its first child (rank 0 of the next row), again and again. Of equal scores, the lexicographically
+// smaller tuple of ranks is better. One warp for each place of the step: its lanes search for the best candidate,
+// and lane 0 writes.
 #include "primitives.cuh"
 
 namespace tree_build {
 constexpr int MAX_NODES = 64;       // root included
 constexpr int MAX_PATH = 16;        // candidate rows of a place
 constexpr int MAX_CANDIDATES = 64;  // row stride of the candidates
-// One depth's part of a key is rank + 1; 0 ends a tuple, so that a prefix sorts before its extensions.
+// A key holds a tuple of ranks: rank + 1 for each depth, then 0. So a prefix is smaller than its extensions.
 constexpr int RANK_BITS = 7;
 constexpr int DEPTHS_PER_WORD = 8;
-constexpr int MAX_OPEN = 2 * MAX_NODES;  // each node taken opens at most two
+constexpr int MAX_OPEN = 2 * MAX_NODES;  // each node opens at most two candidates
 struct DraftShape {
-  int depths;      // of the tree below its root
-  int candidates;  // tokens that a depth chooses from
-  int budget;      // nodes of the tree below its root
-  int first_row;   // of the place, among the draft's rows of logits
+  int depths;      // most depths of the tree, its root not counted
+  int candidates;  // tokens that each depth may choose from
+  int budget;      // most nodes of the tree, its root not counted
+  int first_row;   // the first row of the drafter's logits that belongs to the place
 };
 
 struct Candidate {
-  double score;             // path log-probability, summed as the reference sums it
+  double score;             // log-probability of the path, added up in the order of the reference
   u64 key_high, key_low;    // the tuple of ranks, depth 1 in the top bits
-  int parent, depth, rank;  // parent is a node index; depth 0 marks one that was taken
+  int parent, depth, rank;  // parent is the index of a node; depth 0: the candidate was taken
 };
 __device__ __forceinline__ bool before(double score, u64 high, u64 low, double than_score, u64 than_high,
                                        u64 than_low) {
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(32)
   }
 
   while (size <= budget) {
-    __syncthreads();  // lane 0 has opened and taken
+    __syncthreads();  // lane 0 has written its candidates
     double score = negative_infinity();
     u64 key_high = ~0ull, key_low = ~0ull;
     int place = -1;
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     if (place < 0) break;  // every prefix is in the tree
     const Candidate best = open[place];
-    __syncthreads();  // every lane has read it
+    __syncthreads();  // lane 0 overwrites it
 
     const float* row = candidate_log_probs + (best.depth - 1) * MAX_CANDIDATES;
     if (lane == 0) {

@@ -84,8 +84,8 @@ ORDER = [
         ("programs",),
         (
             "experts may read before the lists are known to all",
-            "  __threadfence();\n  __syncthreads();\n  griddepcontrol_launch_dependents();",
-            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();",
+            "  __threadfence();\n  __syncthreads();\n  // not before the lists",
+            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();\n  // not before the lists",
         ),
     ),
     *seen_by(
@@ -94,8 +94,8 @@ ORDER = [
         ("programs",),
         (
             "the next kernel may read a residual that is not cleared",
-            "  __threadfence();\n  __syncthreads();\n  griddepcontrol_launch_dependents();",
-            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();",
+            "  __threadfence();\n  __syncthreads();\n  // not before: the next kernel",
+            "  griddepcontrol_launch_dependents();\n  __threadfence();\n  __syncthreads();\n  // not before: the next kernel",
         ),
     ),
     *seen_by(
@@ -114,8 +114,8 @@ ORDER = [
         ("ranks by peer, kernels",),
         (
             "a sender lets the next kernel go on before it waits",
-            "  griddepcontrol_wait();\n  griddepcontrol_launch_dependents();  // not before",
-            "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();  // not before",
+            "  griddepcontrol_wait();\n  // not before the wait",
+            "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();\n  // not before the wait",
         ),
     ),
     *seen_by(

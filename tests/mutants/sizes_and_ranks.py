@@ -9,7 +9,7 @@ SIZES = [
         "sizes",
         "templates/lib/argmax.cuh.j2",
         ("tiny f32, requests together",),
-        ("a pass leaves a vector out", "first += AT_ONCE * BLOCK * VECTOR", "first += (AT_ONCE + 1) * BLOCK * VECTOR"),
+        ("a pass leaves a vector out", "first += VECTORS_IN_FLIGHT * BLOCK * VECTOR", "first += (VECTORS_IN_FLIGHT + 1) * BLOCK * VECTOR"),
     ),
     *seen_by(
         "sizes",
