@@ -112,7 +112,7 @@ def test_a_batch_script_of_slurm_is_one_rank() -> None:
         ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "set MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "set MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "KDGEN_PORT": "70000"}, "set KDGEN_PORT"),
-        ({"RANK": "\uff11", "WORLD_SIZE": "2"}, "RANK is '\uff11', no number"),
+        ({"RANK": "\uff11", "WORLD_SIZE": "2"}, "RANK is '\uff11', which is not a number"),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: ranks have both; set WORLD_SIZE, or unset RANK"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0"}, "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not"),
