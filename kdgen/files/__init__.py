@@ -1,1 +1,1 @@
-"""Files that kdgen reads and writes: where shipped ones lie, inputs of bounded size, and what is under construction."""
+"""Files that kdgen reads and writes: shipped files, inputs of bounded size, and temporary files."""

@@ -1,6 +1,6 @@
-"""Files that are read: regular files of bounded size.
+"""Reading input files, which must be regular files of bounded size.
 
-A pipe as ``config.json`` would make a command wait for ever, and a device would never end. Every reader of an input file opens it here.
+With a pipe as ``config.json`` a command would wait for ever, and a device's content may never end. All input files are opened here.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-#: Of a file that is parsed whole.
+#: The largest file that is read as a whole.
 MAX_TEXT_BYTES = 2**27
-#: How the small file begins that git keeps in place of a large one.
+#: The first bytes of the small file that git keeps in place of a large one.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-#: Commas and colons of JSON, of which every value but the first has one in front of it: parsing takes a second and a gigabyte at most.
+#: The most values of a JSON file, counted by commas and colons, so that parsing takes at most a second and a gigabyte.
 _MAX_VALUES = 5_000_000
 
 
 def open_input(path: Path) -> BinaryIO:
     """``path``, opened for reading without buffering. Raises OSError, with a reason as its ``strerror``, unless it is a regular file.
 
-    A Git LFS pointer is none: it stands for a file that was not fetched.
+    It also refuses a Git LFS pointer, whose file was not fetched.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
@@ -36,7 +36,7 @@ def open_input(path: Path) -> BinaryIO:
     file = os.fdopen(descriptor, "rb", buffering=0)
     if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
         file.close()
-        raise OSError(errno.ENODATA, "it is a Git LFS pointer, not the file that it stands for: `git lfs pull` fetches that", str(path))
+        raise OSError(errno.ENODATA, "it is a Git LFS pointer instead of the file; `git lfs pull` fetches that", str(path))
     file.seek(0)
     return file
 
@@ -53,7 +53,7 @@ def read_input(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def parse_json(data: bytes) -> object:
-    """JSON in UTF-8. Raises ValueError (or RecursionError) when it is none, gives a key twice or has millions of values."""
+    """The value of JSON in UTF-8. Raises ValueError or RecursionError when it is not JSON, has a key twice, or millions of values."""
     if data.count(b",") + data.count(b":") > _MAX_VALUES:
         raise ValueError(f"it has more than {_MAX_VALUES} values")
     return json.loads(data.decode(), object_pairs_hook=_without_doubles)

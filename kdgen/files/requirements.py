@@ -1,4 +1,4 @@
-"""Which release of another package kdgen needs, as its own metadata says: the pins stand in pyproject.toml alone."""
+"""The release of another package that kdgen needs, from kdgen's metadata, so that only pyproject.toml has the pins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def requirement(package: str) -> str:
-    """What to give ``pip install`` for ``package``: with kdgen's pin, or the name alone where kdgen runs without being installed."""
+    """The argument of ``pip install`` for ``package``: with kdgen's pin, or only the name if kdgen is not installed."""
     try:
         wanted = importlib.metadata.requires("kdgen") or []
     except importlib.metadata.PackageNotFoundError:

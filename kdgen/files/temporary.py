@@ -1,7 +1,7 @@
-"""Files and folders under construction, which vanish with the process that makes them, or with the next one where it was killed.
+"""Temporary files and folders, which the process that makes them removes, or the next process if it was killed.
 
-Each is locked by its maker as long as it is at work: a name whose lock is free is abandoned, whatever its age. The lock is one of the
-kernel's, which ends with the process however that ends.
+A process locks each of its files as long as it uses it, and the operating system releases locks when the process ends. So a file whose lock
+is free is abandoned.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-#: Where there are no such locks (Windows, some network file systems), what nobody wrote to for so long counts as abandoned.
+#: Without locks (on Windows, and on some network file systems), a file counts as abandoned when it was not written for this time.
 _SILENT_SECONDS = 3600
 _TOKEN = "[0-9a-f]{32}"
-_SCRATCH = "kdgen-"  #: how folders for compilers and formatters begin in the system's folder for temporary files
+_SCRATCH = "kdgen-"  #: prefix of folders for compilers and formatters in the system's folder for temporary files
 
 
 @contextlib.contextmanager
 def temporary_file(folder: Path, before: str, after: str = "", mode: int = 0o666) -> Iterator[Path]:
-    """A new empty file in ``folder``, called ``before``, 32 hex digits, ``after``. At the end it is removed, unless it has been renamed.
+    """A new empty file in ``folder``. Its name is ``before``, 32 hex digits, ``after``. At the end it is removed unless it was renamed.
 
     Raises OSError.
     """
@@ -41,20 +41,20 @@ def temporary_file(folder: Path, before: str, after: str = "", mode: int = 0o666
     try:
         yield path
     finally:
-        with contextlib.suppress(OSError):  # a read-only file system refuses even what is not there
+        with contextlib.suppress(OSError):  # a read-only file system refuses this even without the file
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def temporary_folder(folder: Path, before: str, after: str = "", mode: int = 0o777) -> Iterator[Path]:
-    """The same of a new folder, removed with all that is in it."""
+    """The same for a new folder, which is removed with its content."""
     while True:
         path = folder / f"{before}{uuid.uuid4().hex}{after}"
         path.mkdir(mode)
         try:
             descriptor = None if sys.platform == "win32" else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process took it for abandoned before it could be locked
+        except FileNotFoundError:  # another process removed it as abandoned before it was locked
             continue
         if descriptor is None or _taken(descriptor, path):
             break
@@ -68,7 +68,7 @@ def temporary_folder(folder: Path, before: str, after: str = "", mode: int = 0o7
 
 @contextlib.contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """A new folder of this user's alone, among the system's temporary files. Raises OSError."""
+    """A new folder in the system's folder for temporary files, accessible only to this user. Raises OSError."""
     with temporary_folder(Path(tempfile.gettempdir()), f"{_SCRATCH}{kind}-", mode=0o700) as path:
         yield path
 
@@ -80,14 +80,14 @@ def remove_abandoned_scratch() -> None:
 
 
 def remove_abandoned(folder: Path, before: str, after: str = "", pattern: str = _TOKEN) -> None:
-    """Remove what killed processes left in ``folder`` under names that ``temporary_file`` or ``temporary_folder`` makes."""
+    """Remove from ``folder`` the files and folders of ``temporary_file`` and ``temporary_folder`` that killed processes left."""
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.name.startswith(before)]
     except OSError:
         return
     for name in names:
         if re.fullmatch(f"{re.escape(before)}{pattern}{re.escape(after)}", name):
-            with contextlib.suppress(OSError):  # somebody else's, or somebody else is removing it
+            with contextlib.suppress(OSError):  # it is another user's, or another process removes it
                 _remove_if_abandoned(folder / name)
 
 
@@ -107,7 +107,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _taken(descriptor: int, path: Path) -> bool:
-    """Lock what was just made. False: another process took it for abandoned in the moment before."""
+    """Lock what was just made. False if another process removed it as abandoned just before."""
     if _lock(descriptor) is not False:
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), path.lstat())
@@ -116,7 +116,7 @@ def _taken(descriptor: int, path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether this process has the lock now; None where the file system has none."""
+    """Whether this process has the lock now; None if the file system has no locks."""
     if sys.platform == "win32":
         return None
     try:

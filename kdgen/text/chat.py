@@ -1,7 +1,7 @@
-"""Chat: messages to the text of a prompt, by the Jinja template that a model is published with.
+"""Chat: from messages to the text of a prompt, by a published model's Jinja template.
 
-A template is somebody else's program. It runs in Jinja's sandbox, where it reaches neither files nor Python's internals, in a process of
-its own with limits of time, memory and output (``chat_worker.py``): whatever it does ends in one message.
+A template is an untrusted program. It runs in Jinja's sandbox, without access to files or Python's internals, and in a separate process
+with limits of time, memory and output (``chat_worker.py``). Any failure of it becomes one error message.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from kdgen.text.tokenizer import TextFiles, special_token
 
 Message = Mapping[str, str]  #: with role (system, user, assistant) and content
 
-#: After so long by the clock a rendering is given up, however little of it was its own CPU time.
+#: After this time a rendering is ended, even if it used little CPU time.
 _WALL_SECONDS = 60.0
-#: A line of an answer: every character may be an escape of 12 (a pair of surrogates).
+#: The longest line of an answer: each character may take 12, as an escaped pair of surrogates.
 _MOST_ANSWER = 12 * MOST_CHARACTERS + 2**16
 
 
 class TemplateError(KdgenError):
-    """A template is wrong, refuses what it was given, or needs more than its limits. The message does not say which file it is in."""
+    """A template is wrong, refuses its messages, or exceeds its limits. The error does not name the template's file."""
 
 
 class ChatRenderer:
-    """Renders chat templates in a process that is started with the first one and, where a template has ended it, started again.
+    """Renders chat templates in another process, which the first rendering starts. If a template ends the process, the next one starts it
+    again.
 
-    A rendering may take ``cpu_seconds``; published templates take milliseconds. May be used by several threads; one rendering runs at a
+    A rendering may take ``cpu_seconds``; published templates take milliseconds. Several threads may use it; one rendering runs at a
     time. ``close``, or the end of a ``with`` block, ends the process.
     """
 
@@ -47,7 +48,7 @@ class ChatRenderer:
         self._lock = threading.Lock()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text that ``template`` makes of ``variables``, which JSON can hold. Raises TemplateError."""
+        """The text of ``template`` with ``variables``, whose values must be JSON. Raises TemplateError."""
         request = json.dumps({"template": template, "variables": dict(variables)}).encode() + b"\n"
         with self._lock:
             process, self._process = self._process, None
@@ -61,7 +62,7 @@ class ChatRenderer:
             answer: Mapping[str, Any] | None = None
             try:
                 assert process.stdin is not None and process.stdout is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended; how, its exit code says
+                with contextlib.suppress(BrokenPipeError):  # the process has ended, with an exit code
                     process.stdin.write(request)
                     process.stdin.flush()
                 line = process.stdout.readline(_MOST_ANSWER)
@@ -77,7 +78,7 @@ class ChatRenderer:
         return _text(answer)
 
     def close(self) -> None:
-        """End the process; another rendering starts another one."""
+        """End the process. Another rendering would start a new one."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
@@ -94,9 +95,9 @@ class ChatRenderer:
 
     def _why_it_ended(self, code: int, late: bool) -> str:
         if late:
-            return f"the chat template was not done after {_WALL_SECONDS:.0f} s"
+            return f"the chat template did not finish within {_WALL_SECONDS:.0f} s"
         if code == -getattr(signal, "SIGPROF", 0):
-            return f"the chat template runs for more than {self._cpu_seconds:.0f} s"
+            return f"the chat template uses more than {self._cpu_seconds:.0f} s of CPU time"
         return f"the chat template ended the process in which it ran (exit code {code})"
 
     def __enter__(self) -> ChatRenderer:
@@ -112,7 +113,7 @@ def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its pipes closed, and nothing of it left."""
+    """Kill the process, close its pipes, and wait for its end."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -136,16 +137,16 @@ def _text(answer: Mapping[str, Any]) -> str:
 
 
 def messages_of(prompt: str, system: str | None) -> list[Message]:
-    """A conversation that begins."""
+    """The messages of a new conversation."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": prompt}]
 
 
 def render_chat(files: TextFiles, messages: Sequence[Message], renderer: ChatRenderer | None = None) -> str:
-    """The prompt that lets the assistant speak next, special tokens written out; by ``renderer``, or one for this call alone.
+    """The prompt after which the assistant answers, with special tokens spelled out. Uses ``renderer``, or one for this call only.
 
-    Raises KdgenError when the model has no template, or it fails, reaches for what the sandbox forbids, refuses the messages, or needs more
-    time, memory or room than a template may.
+    Raises KdgenError when the model has no template, or when the template fails, does what the sandbox forbids, refuses the messages, or
+    exceeds its limits of time, memory or length.
     """
     where, template = _template(files)
     config = files.tokenizer_config()
@@ -161,15 +162,15 @@ def render_chat(files: TextFiles, messages: Sequence[Message], renderer: ChatRen
 
 
 def _template(files: TextFiles) -> tuple[str, str]:
-    """Where the template is, and its text."""
+    """The file that holds the template, and its text."""
     if "chat_template.jinja" in files.contents:
         return f"{files.where}/chat_template.jinja", files.text("chat_template.jinja")
     where = f"{files.where}/tokenizer_config.json"
     found = files.table("tokenizer_config.json").get("chat_template")
-    if isinstance(found, dict):  # several, by name
+    if isinstance(found, dict):  # several templates by name
         found = found.get("default")
-    elif isinstance(found, list):  # the same, in older files
+    elif isinstance(found, list):  # several templates, in older files
         found = next((each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), None)
     if not isinstance(found, str):
-        raise KdgenError(f"{files.where}: has no chat template, in chat_template.jinja or tokenizer_config.json: leave out --chat")
+        raise KdgenError(f"{files.where}: has no chat template in chat_template.jinja or tokenizer_config.json: leave out --chat")
     return where, found

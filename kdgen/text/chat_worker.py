@@ -1,8 +1,8 @@
-"""The process in which chat templates are rendered, apart from everything else: ``python -c`` of ``main``, driven by ``chat.ChatRenderer``.
+"""The process in which chat templates are rendered: ``chat.ChatRenderer`` runs ``main`` by ``python -c``.
 
-A template is somebody else's program. Jinja's sandbox keeps it from files and from Python's internals, and the limits of this process from
-time and memory: no sandbox of Jinja's knows what ``10 ** (10 ** 8)`` costs. It imports nothing but Jinja and the standard library. A line
-of JSON is a request, {"template", "variables"}, and so is the answer: {"text"}, or {"problem", "message", "line"}.
+A template is an untrusted program. Jinja's sandbox denies it files and Python's internals. The limits of this process bound its time and
+memory, because the sandbox does not know the cost of ``10 ** (10 ** 8)``. The module imports only Jinja and the standard library. Requests
+and answers are lines of JSON: {"template", "variables"}; {"text"}, or {"problem", "message", "line"}.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-MEMORY_BYTES = 2**29  #: of the process's addresses
-MOST_CHARACTERS = 2**24  #: of a rendered text: more than any context holds
-_MOST_SHOWN = 300  #: characters of a message that a template may have made
+MEMORY_BYTES = 2**29  #: of the process's address space
+MOST_CHARACTERS = 2**24  #: of a rendered text; no context holds more
+_MOST_SHOWN = 300  #: characters of a template's error message
 
 
 def main() -> None:
-    """Answer requests on stdin until it ends. A rendering that takes more CPU seconds than the argument ends the process, by SIGPROF."""
+    """Answer requests on stdin until it is closed. SIGPROF ends the process if a rendering takes more CPU seconds than the argument."""
     seconds = float(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is interrupted closes stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes stdin when it is interrupted
     _limit()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     for line in iter(requests.readline, b""):
@@ -38,12 +38,12 @@ def main() -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
         if answer.get("problem") == "memory":
-            return  # what a template held may be held still
+            return  # the template's memory may not be freed
 
 
 def _limit() -> None:
     if sys.platform == "win32":
-        return  # has none of this; the caller's clock remains
+        return  # has no such limits; the parent's timer remains
     import resource
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -67,13 +67,13 @@ def _answer(line: bytes) -> dict[str, object]:
                 return {"problem": "length", "message": "", "line": None}
             parts.append(part)
         text = "".join(parts)
-        text.encode()  # half a character, as an escape may name one, is no text
+        text.encode()  # raises for a lone surrogate, which an escape may give
         return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return _problem("syntax", error, error.lineno)
     except MemoryError:
         return {"problem": "memory", "message": "", "line": None}
-    except Exception as error:  # whatever a program may do wrong
+    except Exception as error:  # a template may raise anything
         return _problem("failed", error, None)
 
 
@@ -89,9 +89,9 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it is but its content."""
+    """``{% generation %}`` marks the assistant's text for training; here it gives only its content."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -99,7 +99,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates are written for: transformers' settings, filter and functions."""
+    """The environment for which templates are written: transformers' settings, filter and functions."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
@@ -110,7 +110,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes HTML, which is no business of a prompt."""
+    """Jinja's own filter escapes HTML, which a prompt must not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the tokenizer that a model is published with.
+"""Text to token ids and back, with a published model's own tokenizer.
 
-Two kinds are known: ``tokenizer.json`` with byte-level tokens (Hugging Face tokenizers), and Kimi's ``tiktoken.model``. In both every
-token stands for bytes, so that text comes out of tokens byte by byte, and a stream can hold back what is not yet a whole character.
+Two kinds are supported: ``tokenizer.json`` with byte-level tokens (Hugging Face tokenizers), and Kimi's ``tiktoken.model``. In both, every
+token is a sequence of bytes, so a stream can hold back the bytes of an incomplete character.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kdgen.errors import KdgenError
 from kdgen.files.inputs import read_input
 from kdgen.spec.fields import show
 
-#: The files of a published model that text needs; all are optional.
+#: The files of a published model that are needed for text; all are optional.
 NAMES = (
     "tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
     "special_tokens_map.json", "added_tokens.json",
@@ -33,24 +33,25 @@ class Tokenizer(Protocol):
     """Text to token ids, and each id to the bytes that it adds to the text."""
 
     def encode(self, text: str, begin: bool) -> tuple[int, ...]:
-        """The tokens of ``text``, in which special tokens may be written out; with ``begin``, after what the model wants before a text.
+        """The tokens of ``text``, which may spell out special tokens. With ``begin``, the tokens that the model expects before a text come
+        first.
 
-        Raises KdgenError when the tokenizer turns out to be damaged."""
+        Raises KdgenError when the tokenizer is found to be damaged."""
 
     def piece(self, token: int) -> bytes:
-        """What a token adds to the text: nothing for a special token, U+FFFD for an id that the tokenizer does not know."""
+        """The bytes that a token adds to the text: none for a special token, U+FFFD for an unknown id."""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of ``NAMES`` that come with the model at ``where``, by name."""
+    """Those of the files ``NAMES`` that the model at ``where`` has, by name."""
 
     where: str
     contents: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def of_folder(cls, folder: Path) -> TextFiles:
-        """Raises KdgenError when one of them is there and cannot be read."""
+        """The files in ``folder``. Raises KdgenError when one of them exists and cannot be read."""
         found = {}
         for name in NAMES:
             try:
@@ -61,14 +62,14 @@ class TextFiles:
         return cls(str(folder), found)
 
     def text(self, name: str) -> str:
-        """Raises KdgenError when the file is no UTF-8."""
+        """A file's text. Raises KdgenError when it is not UTF-8."""
         try:
             return self.contents[name].decode("utf-8")
         except UnicodeDecodeError:
-            raise KdgenError(f"{self.where}/{name}: is no text in UTF-8; download it again") from None
+            raise KdgenError(f"{self.where}/{name}: is not UTF-8 text; download it again") from None
 
     def table(self, name: str) -> dict[str, Any]:
-        """A JSON object; empty when the file is not there. Raises KdgenError when it is something else."""
+        """A file's JSON object; empty if there is no such file. Raises KdgenError when it holds something else."""
         if name not in self.contents:
             return {}
         try:
@@ -80,7 +81,7 @@ class TextFiles:
         return found
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """``tokenizer_config.json``; one without ``added_tokens_decoder`` is older, and has its tokens in two other files."""
+        """``tokenizer_config.json``. An older one has no ``added_tokens_decoder``; its tokens are in two other files."""
         config = self.table("tokenizer_config.json")
         if "added_tokens_decoder" in config:
             return config
@@ -93,20 +94,20 @@ class TextFiles:
         return config | ({"added_tokens_decoder": added} if added else {})
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens at which generation ends beside the config's own: chat models name theirs in ``generation_config.json``. An id below zero
-        is no token's and ends nothing; as in ``config.json`` it is dropped.
+        """End tokens of ``generation_config.json``, in addition to those of ``config.json``; chat models have some there. Ids below zero
+        are left out, as in ``config.json``.
 
-        Raises KdgenError when it holds something else there.
+        Raises KdgenError when its ``eos_token_id`` is something else.
         """
         found = self.table("generation_config.json").get("eos_token_id")
         tokens = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(token) is int for token in tokens):
-            raise KdgenError(f"{self.where}/generation_config.json: eos_token_id: is no token id and no list of them")
+            raise KdgenError(f"{self.where}/generation_config.json: eos_token_id: is neither a token id nor a list of them")
         return tuple(token for token in tokens if token >= 0)
 
 
 def load_tokenizer(files: TextFiles) -> Tokenizer:
-    """Raises KdgenError when there is none, it is of an unknown kind or damaged, or the library that reads it is missing."""
+    """The model's tokenizer. Raises KdgenError when there is none, its kind is unknown, it is damaged, or its library is missing."""
     if "tokenizer.json" in files.contents:
         return ByteLevelTokenizer(files)
     if "tiktoken.model" in files.contents:
@@ -115,8 +116,7 @@ def load_tokenizer(files: TextFiles) -> Tokenizer:
 
 
 class TextStream:
-    """Turns tokens into text as they come, and holds back the bytes of a character that is not yet whole; what never becomes one is
-    U+FFFD."""
+    """Converts a stream of tokens to text. Holds back the bytes of an incomplete character; one that is never completed becomes U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -126,12 +126,12 @@ class TextStream:
         return self._decoder.decode(b"".join(map(self._tokenizer.piece, tokens)))
 
     def finish(self) -> str:
-        """The end: whatever is held back is no character."""
+        """The text at the end: bytes that were held back become U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
-    """The text of ``tokens``, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+    """The text of ``tokens``, without special tokens; bytes that are not UTF-8 become U+FFFD."""
     stream = TextStream(tokenizer)
     return stream.feed(tokens) + stream.finish()
 
@@ -143,30 +143,30 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(beyond)) for byte in range(256)]
 
 
-#: Of an added token, beside its content.
+#: Keys of an added token, besides its content.
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 @contextlib.contextmanager
 def _by_library(file: str) -> Iterator[None]:
-    """Turn whatever a tokenizer's library raises over ``file`` into a KdgenError: it knows nothing narrower than Exception, and where its
-    Rust code panics, a BaseException."""
+    """Turn exceptions of a tokenizer's library about ``file`` into a KdgenError. It raises plain Exception, and a BaseException if its Rust
+    code panics."""
     try:
         yield
-    except KdgenError:  # about another file of the tokenizer's
+    except KdgenError:  # about another file of the tokenizer
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise KdgenError(f"{file}: is damaged, or newer than the library here that reads it ({error}); download it again") from None
+        raise KdgenError(f"{file}: is damaged, or newer than the installed library that reads it ({error}); download it again") from None
 
 
 class ByteLevelTokenizer:
-    """A ``tokenizer.json`` whose tokens are bytes written with ``byte_characters``, as those of DeepSeek and GLM are.
+    """A ``tokenizer.json`` whose tokens are bytes written as ``byte_characters``, as in DeepSeek and GLM.
 
-    As in transformers, tokens that ``tokenizer_config.json`` alone names are added behind its own, and what stands before a text is what
-    its post-processor puts there: ``add_bos_token`` is read where there is no ``tokenizer.json``.
+    As in transformers, tokens that only ``tokenizer_config.json`` names are added after its own, and its post-processor adds the tokens
+    before a text; ``add_bos_token`` matters only without a ``tokenizer.json``.
     """
 
     def __init__(self, files: TextFiles) -> None:
@@ -176,13 +176,15 @@ class ByteLevelTokenizer:
         kinds = _decoders(files.table("tokenizer.json").get("decoder"))
         if set(kinds) != {"ByteLevel"}:
             found = ", ".join(map(repr, kinds)) or "nothing"
-            raise KdgenError(f"{where}: decodes by {found}, and only byte-level tokenizers are supported: give token ids with --prompt-ids")
+            raise KdgenError(
+                f"{where}: its decoder is {found}, but only byte-level tokenizers are supported: give token ids with --prompt-ids"
+            )
         self._file = where
         self._bytes = {character: byte for byte, character in enumerate(byte_characters())}
         text = files.text("tokenizer.json")
         with _by_library(where):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            self._tokenizer.no_truncation()  # both may be left over from training: a prompt is taken as it is
+            self._tokenizer.no_truncation()  # training may have left truncation and padding on; a prompt is encoded as it is
             self._tokenizer.no_padding()
             self._tokenizer.add_tokens([*_configured_tokens(files)])
             self._added = self._tokenizer.get_added_tokens_decoder()
@@ -203,11 +205,11 @@ class ByteLevelTokenizer:
 
 
 class KimiTokenizer:
-    """Kimi's ``tiktoken.model``: a line a token, its bytes in base64 and its rank. Special tokens lie behind them, with their names in
-    ``tokenizer_config.json``."""
+    """Kimi's ``tiktoken.model``: each line has a token's bytes in base64 and its rank. Special tokens have the ids after those; their names
+    are in ``tokenizer_config.json``."""
 
     SPECIAL_TOKENS = 258
-    #: How text falls into words before byte pairs are merged, a branch each; Chinese characters go apart from other letters.
+    #: Splits text into words before byte pairs are merged, an alternative for each kind; Chinese characters are split from other letters.
     _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
     _BEFORE, _SUFFIX = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     PATTERN = "|".join(
@@ -232,7 +234,7 @@ class KimiTokenizer:
         where = f"{files.where}/tokenizer_config.json"
         added = config.get("added_tokens_decoder")
         if config.get("tokenizer_class") != "TikTokenTokenizer" or not isinstance(added, dict):
-            raise KdgenError(f"{where}: is no configuration of Kimi's TikTokenTokenizer, and tiktoken.model cannot be read without it")
+            raise KdgenError(f"{where}: is not a configuration of Kimi's TikTokenTokenizer, without which tiktoken.model cannot be read")
         ranks = _ranks(files)
         self._visible = set(range(len(ranks)))
         special = {token: f"<|reserved_token_{token}|>" for token in range(len(ranks), len(ranks) + self.SPECIAL_TOKENS)}
@@ -241,7 +243,7 @@ class KimiTokenizer:
             token = by_key.get(key)
             content = value.get("content") if isinstance(value, dict) else None
             if token is None or not isinstance(content, str):
-                raise KdgenError(f"{where}: added_tokens_decoder: {show(key)} is no special token of this vocabulary, or has no content")
+                raise KdgenError(f"{where}: added_tokens_decoder: {show(key)} is not a special token of this vocabulary, or has no content")
             special[token] = content
             if not value.get("special", True):
                 self._visible.add(token)
@@ -264,7 +266,7 @@ class KimiTokenizer:
 
 
 def _decoders(found: object) -> list[str]:
-    """The kinds of decoder in a ``tokenizer.json``, one after another."""
+    """The types of the decoders in a ``tokenizer.json``, in order."""
     if not isinstance(found, dict):
         return []
     if found.get("type") == "Sequence" and isinstance(found.get("decoders"), list):
@@ -274,7 +276,7 @@ def _decoders(found: object) -> list[str]:
 
 def _configured_tokens(files: TextFiles) -> Iterator[Any]:
     """The tokens that ``tokenizer_config.json`` names, as AddedTokens of the tokenizers library, in the order in which transformers adds
-    those that a ``tokenizer.json`` lacks. Raises KdgenError when an entry of ``added_tokens_decoder`` is none."""
+    those that a ``tokenizer.json`` lacks. Raises KdgenError when an entry of ``added_tokens_decoder`` is not a token."""
     import tokenizers
 
     config, where = files.tokenizer_config(), f"{files.where}/tokenizer_config.json"
@@ -290,7 +292,9 @@ def _configured_tokens(files: TextFiles) -> Iterator[Any]:
             or not isinstance(content, str)
             or not all(isinstance(flag, bool) for flag in flags.values())
         ):
-            raise KdgenError(f"{where}: added_tokens_decoder: {show(key)} is no token: an id, and a table with its content and flags")
+            raise KdgenError(
+                f"{where}: added_tokens_decoder: {show(key)} is not a token: it needs an id, and a table with its content and flags"
+            )
         flags["special"] |= content in named
         yield tokenizers.AddedToken(content, **flags)
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -302,7 +306,7 @@ def _configured_tokens(files: TextFiles) -> Iterator[Any]:
 
 
 def _first_token(files: TextFiles, token_of: Any) -> tuple[int, ...]:
-    """The beginning-of-sequence token, where the configuration asks for it before a text."""
+    """The beginning-of-sequence token, if the configuration puts it before a text."""
     config = files.tokenizer_config()
     text = special_token(config, "bos_token")
     token = token_of(text) if config.get("add_bos_token") is True and text else None
@@ -317,10 +321,10 @@ def special_token(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def _ranks(files: TextFiles) -> dict[bytes, int]:
-    """Tokens' bytes and their ranks, which are their ids. Raises KdgenError unless those are 0, 1, 2, … and every byte is a token."""
+    """The rank, which is the id, of each token's bytes. Raises KdgenError unless ranks are 0, 1, 2, … and every byte is a token."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(files.contents["tiktoken.model"].splitlines(), 1):
-        if not line:  # as tiktoken has it
+        if not line:  # ignored, as in tiktoken
             continue
         token, _, rank = line.partition(b" ")
         try:
@@ -331,12 +335,12 @@ def _ranks(files: TextFiles) -> dict[bytes, int]:
         if not good:
             raise KdgenError(f"{files.where}/tiktoken.model: line {number} is damaged; download it again")
     if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
-        raise KdgenError(f"{files.where}/tiktoken.model: is damaged or cut off: bytes are missing; download it again")
+        raise KdgenError(f"{files.where}/tiktoken.model: is damaged or truncated: some bytes have no token; download it again")
     return ranks
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Parts of a long text, cut where Kimi's own tokenizer cuts it: its words are matched by recursion, which must not become too deep."""
+    """Parts of a long text, cut as Kimi's own tokenizer cuts it, because matching long words would recurse too deeply."""
     longest_part, longest_run = 400_000, 25_000
     for start in range(0, len(text), longest_part):
         part, begin = text[start : start + longest_part], 0

@@ -107,9 +107,9 @@ NEST = "{% for i in range(99999) %}"
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (NEST * 3 + "{% endfor %}" * 3, "runs for more than 1 s"),
-        ("{{ 10 ** (10 ** 8) }}", "runs for more than 1 s"),
-        ("{{ lipsum(n=10 ** 7) }}", "runs for more than 1 s"),
+        (NEST * 3 + "{% endfor %}" * 3, "uses more than 1 s of CPU time"),
+        ("{{ 10 ** (10 ** 8) }}", "uses more than 1 s of CPU time"),
+        ("{{ lipsum(n=10 ** 7) }}", "uses more than 1 s of CPU time"),
         ("{{ messages[0].role * 10 ** 7 }}", "gives a text of more than 16777216 characters"),
         (NEST * 2 + "{{ 'a' * 1000 }}" + "{% endfor %}" * 2, "gives a text of more than 16777216 characters"),
         ("{{ '%2000000000d' % 1 }}", "needs more than 512 MiB of memory"),

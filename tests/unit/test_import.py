@@ -264,7 +264,7 @@ def test_files_that_hold_something_else(tmp_path: Path, folder: Path) -> None:
     other = KdtrMetadata("packed", json.dumps(json.loads(metadata.spec) | {"vocab_size": 41}), metadata.layout)
     assert "packed for other layouts" in generate(rewritten(out, other))
     half = KdtrMetadata("packed", metadata.spec, metadata.layout, '{"tokenizer.json": "\\ud800"}')
-    assert "tokenizer.json: is no text in UTF-8" in refused("generate", "--model", str(rewritten(out, half)), "--prompt", "x")
+    assert "tokenizer.json: is not UTF-8 text" in refused("generate", "--model", str(rewritten(out, half)), "--prompt", "x")
     os.truncate(out, out.stat().st_size - 1)
     assert "cut off" in generate(out)
 

@@ -143,20 +143,20 @@ CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         (TextFiles("folder"), "folder: has no tokenizer.json and no tiktoken.model: give token ids with --prompt-ids"),
         (broken(byte_level(), tokenizer__json=b"{"), "folder/tokenizer.json: is not valid JSON"),
         (broken(byte_level(), tokenizer__json=b"[]"), "folder/tokenizer.json: holds no JSON object"),
-        (broken(byte_level(), tokenizer__json=b"\xff"), "folder/tokenizer.json: is no text in UTF-8"),
+        (broken(byte_level(), tokenizer__json=b"\xff"), "folder/tokenizer.json: is not UTF-8 text"),
         (broken(byte_level(), tokenizer__json=tokenizer_with(model={"type": "x"})), "tokenizer.json: is damaged, or newer than"),
-        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder=None)), "decodes by nothing, and only byte-level"),
-        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder={"type": "WordPiece"})), "decodes by 'WordPiece', and only"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder=None)), "its decoder is nothing, but only byte-level"),
+        (broken(byte_level(), tokenizer__json=tokenizer_with(decoder={"type": "WordPiece"})), "its decoder is 'WordPiece', but only"),
         (broken(byte_level(), tokenizer_config__json=b"1"), "folder/tokenizer_config.json: holds no JSON object"),
         (byte_level(config={"added_tokens_decoder": [1]}), "made/tokenizer_config.json: added_tokens_decoder: must be a mapping"),
-        (byte_level(config={"added_tokens_decoder": {"x": {"content": "y"}}}), "added_tokens_decoder: 'x' is no token"),
-        (byte_level(config={"added_tokens_decoder": {"300": {"content": "y", "special": 1}}}), "'300' is no token"),
-        (byte_level(config={"added_tokens_decoder": {"300": "y"}}), "'300' is no token"),
-        (broken(kimi(), tokenizer_config__json=None), "is no configuration of Kimi's TikTokenTokenizer"),
-        (broken(kimi(), tokenizer_config__json=config_with(tokenizer_class="Qwen")), "is no configuration of Kimi's"),
-        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"3": {"content": "x"}})), "'3' is no special token"),
-        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": 1})), "'265' is no special token"),
-        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"9" * 5000: 1})), "99... is no special token"),
+        (byte_level(config={"added_tokens_decoder": {"x": {"content": "y"}}}), "added_tokens_decoder: 'x' is not a token"),
+        (byte_level(config={"added_tokens_decoder": {"300": {"content": "y", "special": 1}}}), "'300' is not a token"),
+        (byte_level(config={"added_tokens_decoder": {"300": "y"}}), "'300' is not a token"),
+        (broken(kimi(), tokenizer_config__json=None), "is not a configuration of Kimi's TikTokenTokenizer"),
+        (broken(kimi(), tokenizer_config__json=config_with(tokenizer_class="Qwen")), "is not a configuration of Kimi's"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"3": {"content": "x"}})), "'3' is not a special token"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": 1})), "'265' is not a special token"),
+        (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"9" * 5000: 1})), "99... is not a special token"),
         (broken(kimi(), tokenizer_config__json=config_with(added_tokens_decoder={"265": {"content": "\ud800"}})), "is damaged, or newer"),
         (broken(byte_level(), tokenizer_config__json=b'{"add_bos_token": true, "bos_token": "\\ud800"}'), "is damaged, or newer than"),
         (broken(byte_level(), tokenizer__json=tokenizer_with(normalizer=CHARSMAP)), "is damaged, or newer than"),
@@ -166,7 +166,7 @@ CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         ),
         (broken(kimi(), tiktoken__model=b"AA== 0\nnonsense\n"), "folder/tiktoken.model: line 2 is damaged"),
         (broken(kimi(), tiktoken__model=b"AA== 0\nAQ== 2\n"), "folder/tiktoken.model: line 2 is damaged"),
-        (broken(kimi(), tiktoken__model=b"AA== 0\nAQ== 1\n"), "is damaged or cut off: bytes are missing"),
+        (broken(kimi(), tiktoken__model=b"AA== 0\nAQ== 1\n"), "is damaged or truncated: some bytes have no token"),
     ],
 )
 def test_files_that_hold_no_tokenizer(files: TextFiles, said: str) -> None:
@@ -209,7 +209,7 @@ def test_tiktoken_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("config", "tokens"), [({}, ()), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 7]}, (5, 7))])
 def test_end_tokens(config: Mapping[str, Any], tokens: tuple[int, ...]) -> None:
     assert TextFiles("folder", {"generation_config.json": json.dumps(config).encode()}).end_tokens() == tokens
-    with pytest.raises(KdgenError, match="is no token id"):
+    with pytest.raises(KdgenError, match="is neither a token id"):
         TextFiles("folder", {"generation_config.json": b'{"eos_token_id": ["a"]}'}).end_tokens()
 
 
