@@ -1,1 +1,1 @@
-"""Measured times beside floors and peers."""
+"""Measured times of steps and kernels, beside floors and peers."""

@@ -1,5 +1,5 @@
-"""INT4 experts by Humming, vLLM's kernels for them on Hopper, for ``kdgen bench --peers`` where ``humming-kernels`` is installed
-(https://github.com/vllm-project/humming, 0.1.19). It compiles its kernels when they are first called."""
+"""INT4 experts by Humming, vLLM's kernels for Hopper, for ``kdgen bench --peers`` if ``humming-kernels`` is installed
+(https://github.com/vllm-project/humming, 0.1.19). Humming compiles a kernel at its first call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SILU_AND_MUL = "a / (1.0f + __expf(-a)) * b"
 
 
 def open_humming(torch: Torch, experts: int, hidden: int, width: int, group: int) -> Humming | str:
-    """Humming with one layer's experts, or why its columns stay empty."""
+    """Humming with one layer's experts, or the reason why there are no times of it."""
     try:
         return Humming(torch, experts, hidden, width, group)
     except (ImportError, PackageNotFoundError):
         return "Humming is not installed (pip install humming-kernels)"
-    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # no compiler, no CUDA headers, shapes that it has no kernel for
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # no compiler, no CUDA headers, or unsupported shapes
         return f"Humming does not run here: {error or type(error).__name__}"
 
 
@@ -49,8 +49,8 @@ class Humming:
         self._gate_up, self._down = layer(2 * width, hidden), layer(hidden, width)
 
     def contenders(self, routings: Sequence[NDArray[np.int32]]) -> Iterator[tuple[str, Contender]]:
-        """In the default mode, and in the one in which a token's bits do not depend on its batch. ``routings``: for each call in turn
-        the experts of every token, [tokens, top_k]."""
+        """Humming in its default and in its batch-invariant mode. ``routings`` has, for each call in turn, the experts of every token,
+        [tokens, top_k]."""
         x = self._torch.random(len(routings[0]), self._gate_up.shape_k)
         for name, keeps_bits in ((self.name, False), (f"{self.name}, bits kept", True)):
             yield name, self._torch.recorded([self._call(x, routing, keeps_bits) for routing in routings])
@@ -66,7 +66,7 @@ class Humming:
         return partial(run)
 
     def _arguments(self, layer: Any, routing: NDArray[np.int32], keeps_bits: bool) -> dict[str, Any]:
-        """Keywords of a layer's call: assignments sorted by expert, each expert's filled up to whole blocks of rows."""
+        """Keyword arguments of a layer's call: assignments sorted by expert, each expert's padded to whole blocks of rows."""
         mode = {"use_batch_invariant": keeps_bits, "gemm_type": "indexed"}
         tuning = self._heuristics(layer.humming_config, shape_m=routing.size, **mode)
         block = tuning["block_shape"][0]

@@ -1,5 +1,5 @@
-"""What ``kdgen bench`` times beside steps and their kernels: the parts of a round, whole rounds, experts at a given number of
-distinct ones, prefill, and kernels beside a peer's."""
+"""Other times of ``kdgen bench``: parts of a round, whole rounds, experts by the number of distinct ones, prefill, and kernels beside a
+peer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kdgen.runtime.engine import Engine
 from kdgen.runtime.rounds import Rounds, budgets_for
 from kdgen.spec.model import Spec
 
-PARTS: tuple[Group, ...] = ("tree", "accept", "draft context")  #: of a verify step, that are no forward
-REPEATS = 8  #: of short work in one record, so that starting it does not count
+PARTS: tuple[Group, ...] = ("tree", "accept", "draft context")  #: groups of kernels in a round that are not part of a forward
+REPEATS = 8  #: of short work in one recording, so that the time to start it does not matter
 MATRIX_ROUNDS = 4096
-HUMMING_CALLS = 6  #: in one record, each with other experts: more bytes than any GPU caches
-PREFILLS = 5  #: the first launches kernel by kernel, the second records
+HUMMING_CALLS = 6  #: in one recording, each with other experts, so that they read more bytes than any GPU caches
+PREFILLS = 5  #: prefills; the first launches kernel by kernel, the second records
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """A part of a round with ``rows`` tree nodes, the root among them: its kernels one after the other."""
+    """The kernels of one part of a round, with ``rows`` tree nodes including the root."""
 
     part: str
     rows: int
@@ -56,7 +56,7 @@ class RoundTime:
 
 @dataclass(frozen=True)
 class PeerExperts:
-    """The same experts by a peer, for as many tokens each."""
+    """A peer's time for the same experts and the same numbers of tokens."""
 
     peer: str
     microseconds: float
@@ -64,10 +64,10 @@ class PeerExperts:
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """gate_up, SiLU and down of one layer's routed experts; peers' are measured in turn with ours."""
+    """gate_up, SiLU and down of one layer's routed experts, measured in turn with the peers."""
 
     rows: int
-    experts: int  #: distinct ones
+    experts: int  #: distinct experts
     microseconds: float
     floor_microseconds: float
     peers: tuple[PeerExperts, ...]
@@ -75,7 +75,7 @@ class ExpertsTime:
 
 @dataclass(frozen=True)
 class PeerTime:
-    """A kernel (attention: and its combine) and the same work by a peer, measured in turn."""
+    """A kernel (for attention, also the one that joins its splits) and a peer's time for the same work, measured in turn."""
 
     kernel: str
     rows: int
@@ -86,8 +86,8 @@ class PeerTime:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """A prompt in chunks, from nothing. ``matrix_share`` is its operations a second over ``matrix_rate``, the bf16 products a second
-    that were measured: by mma.sync from registers, or by a large matrix product of the peer's if that is faster."""
+    """A prompt in chunks, with an empty cache. ``matrix_share`` is its operations per second divided by ``matrix_rate``, the measured rate
+    of bf16 products: of mma.sync from registers, or of the peer's large matrix product if that is faster."""
 
     tokens: int
     chunk: int
@@ -98,7 +98,7 @@ class PrefillTime:
 
 
 def run_step(engine: Engine, context: int, rows: int) -> str:
-    """A step of ``rows`` rows behind ``context`` made-up tokens, after which its kernels can run again by themselves; its program."""
+    """Run a step of ``rows`` rows after ``context`` random tokens, so that its kernels can then run alone. Returns the program's name."""
     engine.fill(context)
     if rows == 1:
         engine.decode()
@@ -108,7 +108,7 @@ def run_step(engine: Engine, context: int, rows: int) -> str:
 
 
 def part_times(engine: Engine, context: int, rows: int) -> tuple[PartTime, ...]:
-    """Of a verify step with a tree of ``rows`` nodes behind ``context`` tokens."""
+    """Time the parts of a verify step with a tree of ``rows`` nodes after ``context`` tokens."""
     launches = _launches(engine, run_step(engine, context, rows), rows, context)
     found = []
     for part in PARTS:
@@ -121,7 +121,7 @@ def part_times(engine: Engine, context: int, rows: int) -> tuple[PartTime, ...]:
 
 
 def round_times(engine: Engine, context: int) -> tuple[RoundTime, ...]:
-    """Of every budget with the engine's drafter, if it has one."""
+    """Time rounds of every budget with the engine's drafter, if it has one."""
     draft = engine.spec.draft
     if draft is None:
         return ()
@@ -140,12 +140,12 @@ def _launches(engine: Engine, program: str, rows: int, context: int) -> list[Lau
 
 
 def distinct_experts(experts: int, chosen: int, rows: int) -> int:
-    """Experts that ``rows`` tokens hit together if each draws ``chosen`` of them at random: 8, 60 and 110 of 384 for 1, 8 and 16."""
+    """Distinct experts that ``rows`` tokens hit if each draws ``chosen`` at random: of 384, 1, 8 and 16 tokens hit 8, 60 and 110."""
     return max(chosen, round(expected_experts(experts, chosen, rows)))
 
 
 def check_distinct(spec: Spec, nodes: Sequence[int], distinct: Sequence[int]) -> None:
-    """Raises KdgenError where steps of so many rows cannot hit so many ``distinct`` experts, a number for each of ``nodes``."""
+    """Raises KdgenError when a step of one of the ``nodes`` rows cannot hit the number in ``distinct`` at the same place."""
     if not spec.has_moe:
         raise KdgenError(f"{spec.name} has no experts: leave out --experts")
     each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
@@ -157,7 +157,7 @@ def check_distinct(spec: Spec, nodes: Sequence[int], distinct: Sequence[int]) ->
 def experts_time(
     engine: Engine, rows: int, distinct: int, bandwidth: float, torch: Torch | None = None, humming: Humming | None = None
 ) -> ExpertsTime:
-    """The same ``distinct`` experts in every layer that has some; a layer's weights are read again only after all others'."""
+    """Time ``distinct`` experts in every MoE layer in turn, so that a layer's weights are read again only after all others."""
     spec, backend = engine.spec, engine.backend
     each, experts = spec.num_experts_per_tok, spec.n_routed_experts or 0
     order, drawn = np.arange(rows * each) % distinct, np.random.default_rng(0).permutation(experts)
@@ -187,7 +187,7 @@ def experts_time(
 
 
 def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterator[PeerTime]:
-    """Dense layers and attention of a step of ``rows`` rows behind ``context`` tokens, over all layers."""
+    """Time dense layers and attention of a step of ``rows`` rows after ``context`` tokens, over all layers, and the peer."""
     launches = _launches(engine, run_step(engine, context, rows), rows, context)
     counts = Counter(each.kernel for each in launches)
     for kernels, other in _contenders(engine, launches, context, rows, torch):
@@ -199,7 +199,7 @@ def peer_times(engine: Engine, context: int, rows: int, torch: Torch) -> Iterato
 
 
 def attention_and_combine(plan: Plan, work: Sequence[Work]) -> list[tuple[Kernel, Kernel]]:
-    """Attention over the cache and the kernel that joins its splits, which runs right behind it."""
+    """Attention over the cache and the next kernel, which joins its splits."""
     kernels = [plan.kernel(each.kernel) for each in work if isinstance(each, Launch)]
     return list(dict.fromkeys((first, second) for first, second in itertools.pairwise(kernels) if first.cost.bytes_per_key))
 
@@ -207,7 +207,7 @@ def attention_and_combine(plan: Plan, work: Sequence[Work]) -> list[tuple[Kernel
 def _contenders(
     engine: Engine, launches: Sequence[Launch], context: int, rows: int, torch: Torch
 ) -> Iterator[tuple[tuple[Kernel, ...], Contender]]:
-    """What a peer has, beside the kernels that do the same."""
+    """The peer's operations, with the kernels that do the same work."""
     spec, plan = engine.spec, engine.plan
     weights = {weight.name: weight for weight in plan.weights}
     used = {launch.kernel: launch for launch, _ in plan.program("decode").launches()}
@@ -230,7 +230,7 @@ def _contenders(
             )
         elif isinstance(kernel.params, LinearHeads) or (isinstance(kernel.params, LinearMma) and kernel.params.outbox is None):
             weight = weights.get(used[kernel.name].argument("weight").name)
-            if weight is not None:  # else it is a drafter's
+            if weight is not None:  # otherwise the kernel is a drafter's
                 batch, outputs, inputs = weight.logical
                 yield (kernel,), torch.linear(outputs, inputs, rows) if batch == 1 else torch.batched(batch, outputs, inputs, rows)
 
@@ -239,7 +239,7 @@ def _contenders(
 
 
 def matrix_rate(backend: Backend, multiprocessors: int) -> float:
-    """Operations a second of bf16 products that mma.sync reaches with everything in registers."""
+    """The operations per second that mma.sync reaches in bf16 with all operands in registers."""
     text = (templates_dir() / "bench" / "matrix_rate.cu").read_text()
     backend.load([Source("matrix_rate", text, 256, 0)])
     sink, blocks = backend.empty((1,), "f32"), multiprocessors * 8
@@ -249,7 +249,7 @@ def matrix_rate(backend: Backend, multiprocessors: int) -> float:
 
 
 def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
-    """A prompt of ``tokens`` tokens drawn at random, in chunks as large as the plan has them. ``rate``: operations a second."""
+    """Time a prompt of ``tokens`` random tokens in the plan's largest chunks. ``rate`` is the measured operations per second."""
     chunk = engine.plan.limits.max_tokens
     prompt = np.random.default_rng(0).integers(0, engine.spec.vocab_size, tokens).tolist()
     times = []
@@ -264,7 +264,7 @@ def prefill_time(engine: Engine, tokens: int, rate: float) -> PrefillTime:
 
 
 def prefill_operations(engine: Engine, tokens: int) -> int:
-    """Operations of every kernel for ``tokens`` tokens from nothing: attention's for each key that a token sees, those behind the last
+    """Operations of all kernels for a prompt of ``tokens`` tokens: attention's for each key that a token sees, and those after the last
     layer for the one row of each chunk that has logits."""
     launched = Counter((launch.kernel, launch.rows, launch.row_groups) for launch, _ in engine.plan.program("prefill").launches())
     chunks, keys_of_rows = -(-tokens // engine.plan.limits.max_tokens), tokens * (tokens + 1) // 2
@@ -276,7 +276,7 @@ def prefill_operations(engine: Engine, tokens: int) -> int:
 
 
 def wanted_experts(engine: Engine, nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(rows, distinct experts) to measure for steps of so many rows."""
+    """The (rows, distinct experts) to measure for steps of ``nodes`` rows."""
     spec = engine.spec
     if not spec.has_moe:
         return ()

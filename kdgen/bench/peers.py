@@ -1,5 +1,5 @@
-"""The same work as our kernels' by torch, for ``kdgen bench --peers``: bf16 linear layers, INT4 experts one after the other, and
-attention by matrix products. Every call reads other memory than the one before, and all run as one CUDA graph."""
+"""The work of kdgen's kernels by torch, for ``kdgen bench --peers``: bf16 linear layers, INT4 experts one by one, and attention by matrix
+products. Every call reads other memory than the previous one, and all calls are one CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from kdgen.bench.timing import Contender, seconds
 
-#: Bytes that calls in turn read before the first one's come again: more than any GPU caches.
+#: Bytes that calls read before memory is read again: more than any GPU caches.
 ROTATION = 256 * 2**20
 MOST_CALLS = 24
 INNER_K_TILES = 8
 
 
 def open_torch() -> Torch | str:
-    """torch, or why its column stays empty."""
+    """torch, or the reason why there are no times of it."""
     try:
         import torch
     except ImportError:
@@ -30,7 +30,7 @@ def open_torch() -> Torch | str:
 
 
 class Torch:
-    """torch on the first GPU, in the process's own context."""
+    """torch on the first GPU, in this process's CUDA context."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self.bf16 = torch, torch.bfloat16
@@ -43,14 +43,14 @@ class Torch:
         return self.recorded([partial(torch.nn.functional.linear, x, w) for w in weights])
 
     def batched(self, batch: int, outputs: int, inputs: int, tokens: int) -> Contender:
-        """A product as ``linear``'s for each of ``batch`` heads."""
+        """A product as in ``linear`` for each of ``batch`` heads."""
         torch, x = self._torch, self.random(batch, tokens, inputs)
         weights = [self.random(batch, inputs, outputs) for _ in range(_copies(2 * batch * outputs * inputs))]
         return self.recorded([partial(torch.bmm, x, w) for w in weights])
 
     def attention(self, heads: int, rows: int, keys: int, row: int, latent: int, scale: float, values: int = 0) -> Contender:
-        """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax, and one more where outputs
-        leave the latent space for ``values`` of each head."""
+        """Absorbed MLA of ``rows`` tokens over one sequence's ``keys``: two matrix products around a softmax, and with ``values`` a third
+        from the latent space to ``values`` outputs of each head."""
         torch, queries = self._torch, self.random(rows * heads, row)
         layers = [
             (self.random(keys, row), self.random(heads, latent, values)) for _ in range(_copies(2 * (keys * row + heads * latent * values)))
@@ -64,7 +64,7 @@ class Torch:
         return self.recorded([partial(attend, *layer) for layer in layers])
 
     def experts(self, hidden: int, width: int, group: int, tokens: Sequence[int]) -> Contender | None:
-        """gate_up, SiLU and down in INT4 for experts with so many tokens each; None where torch's kernel has no such shapes."""
+        """gate_up, SiLU and down in INT4 for experts, ``tokens`` of each; None if torch's kernel does not support the shapes."""
         torch, k_step = self._torch, INNER_K_TILES * 16
         if group not in (32, 64, 128, 256) or hidden % k_step or width % k_step:
             return None
@@ -84,7 +84,7 @@ class Torch:
         return self.recorded([run])
 
     def matrix_rate(self, size: int = 8192) -> float:
-        """Operations a second of one large bf16 product."""
+        """Operations per second of one large bf16 product."""
         x, w = self.random(size, size), self.random(size, size)
         return 2 * size**3 / seconds(self.recorded([partial(self._torch.matmul, x, w)]))
 
@@ -101,7 +101,7 @@ class Torch:
         torch = self._torch
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up at the first call, which may not be recorded
+        with torch.cuda.stream(stream):  # the first call initialises libraries, which must not be recorded
             calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

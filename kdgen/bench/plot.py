@@ -1,4 +1,4 @@
-"""``kdgen bench --plot``: each kernel's bytes a second under the roof that memory sets, as a small SVG without a plotting library."""
+"""``kdgen bench --plot``: the bytes per second of each kernel below the memory bandwidth, as a small SVG without a plotting library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kdgen.bench.run import BenchReport, KernelTime, StepTime
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 860, 190, 150, 20, 34
 BAR, ROOF = "#1f6feb", "#bf5b17"
-LEAST_SHARE = 0.005  #: of a step's time; smaller kernels are left out
+LEAST_SHARE = 0.005  #: of a step's time; kernels with a smaller share are left out
 
 
 def plot(report: BenchReport) -> str:
-    """A panel for each step whose kernels were timed: kernels in the order of their share of the step, a bar for the bytes that they
-    must move over the time they take, the measured read bandwidth as the roof. Right of a bar: its part of the roof, µs in the step."""
+    """A panel for each step whose kernels were timed. Kernels are in the order of their share of the step. A bar is the bytes that a kernel
+    must move divided by its time; the roof is the measured read bandwidth. To the right: the part of the roof, and µs in the step."""
     panels = [step for step in report.steps if step.kernels]
     parts: list[str] = []
     y = 46
@@ -29,15 +29,15 @@ def plot(report: BenchReport) -> str:
 
 
 def _shown(step: StepTime) -> Sequence[KernelTime]:
-    """Those that move bytes worth counting, the largest share of the step first."""
+    """The kernels that move enough bytes and take enough time, the largest share of the step first."""
     worth = [k for k in step.kernels if k.microseconds * k.launches >= LEAST_SHARE * step.microseconds and k.floor_microseconds > 0]
     return sorted(worth, key=lambda k: -k.microseconds * k.launches)
 
 
 def _panel(parts: list[str], step: StepTime, kernels: Sequence[KernelTime], roof: float, y: int) -> int:
-    """Appends a panel at ``y``; returns where the next one begins."""
+    """Append a panel at ``y``. Returns the y of the next one."""
     span = WIDTH - LEFT - RIGHT
-    most = max([1.0, *(k.floor_microseconds / k.microseconds for k in kernels)])  # what stays in a cache may be above the roof
+    most = max([1.0, *(k.floor_microseconds / k.microseconds for k in kernels)])  # a kernel whose data stay in a cache may exceed the roof
     title = f"{step.program}, {step.rows} rows, context {step.context}: {step.microseconds:.0f} µs, floor {step.floor_microseconds:.0f} µs"
     parts.append(f'<text x="16" y="{y + 14}" font-weight="bold">{escape(title)}</text>')
     bottom = y + TOP + ROW * len(kernels)

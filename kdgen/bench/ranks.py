@@ -1,5 +1,5 @@
-"""Ranks beside one GPU: ``kdgen bench --tp N`` runs itself on one GPU, then on N by each way that ranks have to exchange what they know,
-and puts the reports together."""
+"""Several ranks beside one GPU: ``kdgen bench --tp N`` runs itself on one GPU, then on N GPUs with each way to exchange data, and combines
+the reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kdgen.ranks.start import own_command, run_ranks
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One collective of a step of ``rows`` rows: microseconds each, and how many there are in a step."""
+    """One collective of a step of ``rows`` rows: the microseconds of one, and the number of them in a step."""
 
     exchange: Exchange
     collective: str
@@ -31,8 +31,8 @@ class CollectiveTime:
 class RankStep:
     """A step of all ranks beside the same step on one GPU.
 
-    ``floor_microseconds`` is what a rank must read, over the bandwidth of its GPU, and ``collectives_microseconds`` what the step's
-    collectives take one by one; ``speedup`` is one GPU's time over the ranks'.
+    ``floor_microseconds`` is the time to read a rank's bytes at its GPU's bandwidth. ``collectives_microseconds`` is the sum of the times
+    of the step's collectives. ``speedup`` is one GPU's time divided by the ranks' time.
     """
 
     exchange: Exchange
@@ -48,7 +48,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RanksReport:
-    """``runs`` are whole reports, of one GPU (``one``) and of rank 0 by exchange; ``missing`` says why there is none by some exchange."""
+    """``one`` is one GPU's report, ``runs`` has rank 0's by exchange, and ``missing`` says why an exchange has none."""
 
     ranks: int
     steps: tuple[RankStep, ...]
@@ -59,7 +59,8 @@ class RanksReport:
 
 
 def measure_ranks(options: Sequence[str], ranks: int, exchanges: Sequence[Exchange], say: Callable[[str], None]) -> RanksReport:
-    """``kdgen bench`` with ``options`` on one GPU and on ``ranks``. Raises KdgenError when that fails on one GPU, or by every exchange."""
+    """Run ``kdgen bench`` with ``options`` on one GPU and on ``ranks``. Raises KdgenError when that fails on one GPU, or with every
+    exchange."""
     say("one GPU")
     one = _run(options, 1)
     runs: dict[Exchange, BenchReport] = {}
@@ -85,7 +86,7 @@ TITLES: dict[Exchange, str] = {"peer": "peer memory", "gather": "NCCL"}
 
 
 def _run(options: Sequence[str], ranks: int) -> BenchReport:
-    """Rank 0's report. Raises KdgenError with what the ranks said when they fail."""
+    """Rank 0's report. Raises KdgenError with the ranks' messages when they fail."""
     command = own_command(["bench", *options, "--json"])
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         code = run_ranks(command, ranks, os.environ, output=output, errors=errors)
@@ -104,7 +105,7 @@ def _report(values: dict[str, Any]) -> BenchReport:
 
 
 def _collectives(exchange: Exchange, report: BenchReport) -> list[CollectiveTime]:
-    """Of every step, from its kernels."""
+    """The collectives of every step, from its kernels."""
     found = []
     for step in report.steps:
         mine = [kernel for kernel in step.kernels if kernel.group == "sums over ranks" and kernel.launches]

@@ -1,7 +1,7 @@
-"""Time a model's kernels and steps on a GPU and hold them against the physical floor.
+"""Time a model's kernels and steps on a GPU, and compare the times with the physical floor.
 
-The floor of a kernel is the bytes it must move over the read bandwidth that this GPU shows in the same run. Weights rotate through
-the layers, so that they come from memory and not from a cache; times are medians over replays of recorded graphs.
+The floor of a kernel is the number of bytes that it must move, divided by the read bandwidth measured in the same run. Launches go through
+all layers in turn, so that weights are read from memory and not from a cache. Times are medians over replays of recorded graphs.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ from kdgen.plan.ir import MAX_NODES, Group, Plan
 from kdgen.runtime.engine import Engine
 from kdgen.spec.drafter import DraftSpec
 
-NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times say nothing about kernels"
+NO_GPU = "a benchmark needs a GPU: the CPU backend emulates one thread by thread, and its times do not compare kernels"
 READ_MEGABYTES = 4096
-#: Of a step, started one behind the other as decoding does: ranks whose hosts start a step at different times wait for each other in
-#: its first collective, and that wait would be counted in every step that is started alone.
+#: Replays of a step that are started one after another, as in decoding. The hosts of ranks start at different times and wait for each
+#: other in the first collective, and that wait would be counted in every step if each were started alone.
 STEPS_IN_A_ROW = 8
-LAUNCHES_A_RECORD = 24  #: enough to hide the start of a graph, few enough that one-launch kernels do not repeat for long
+#: In a recording of one kernel: enough to hide the start of a graph, and not too long for kernels that a step launches once.
+LAUNCHES_A_RECORD = 24
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One kernel in steps of ``rows`` token rows: microseconds a launch, and the floor that its bytes set. Also a collective that is no
-    kernel, with no floor.
+    """One kernel in steps of ``rows`` token rows: microseconds for each launch, and the floor of its bytes. Also a collective without a
+    kernel, which has no floor.
     """
 
     kernel: str
@@ -68,7 +69,8 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A whole step. ``floor_microseconds`` counts the weights and cache rows that it must read; ``experts`` distinct ones, all layers."""
+    """A whole step. Its floor counts the weights and cache rows that it must read. ``experts`` is the sum over layers of distinct
+    experts."""
 
     program: str
     rows: int
@@ -81,7 +83,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One GPU's, or of several ranks the first one's."""
+    """The report of one GPU, or of rank 0."""
 
     spec: str
     compute: str
@@ -93,15 +95,16 @@ class BenchReport:
     rounds: tuple[RoundTime, ...] = ()
     experts: tuple[ExpertsTime, ...] = ()
     prefill: PrefillTime | None = None
-    peer: str = ""  #: who, or why there is none; empty where none was asked for
-    missing: str = ""  #: why experts have no column of Humming's where it was asked for
+    peer: str = ""  #: the peer's name and version, or why there is none; empty without --peers
+    missing: str = ""  #: why experts have no times of Humming; empty if they have, or without --peers
     peers: tuple[PeerTime, ...] = ()
 
 
 def measure(engine: Engine, contexts: Sequence[int], nodes: Sequence[int], say: Callable[[str], None], kernels: bool = True) -> BenchReport:
-    """Decode and verify steps of ``engine``, and drafts where it has a drafter. Its context must have room for the longest and its steps.
+    """Time decode and verify steps of ``engine``, and drafts if it has a drafter. Its context must have room for the longest of
+    ``contexts`` and the rows of its steps.
 
-    Raises KdgenError when the engine does not run on a GPU: emulated times say nothing.
+    Raises KdgenError when the engine does not run on a GPU.
     """
     backend = engine.backend
     if not isinstance(backend, CudaBackend):
@@ -130,7 +133,8 @@ def measure_parts(
     peers: bool,
     say: Callable[[str], None],
 ) -> BenchReport:
-    """``report`` and what else was asked for. ``distinct`` experts belong to ``nodes``; without them they are those of random tokens."""
+    """``report`` with the other measurements. ``distinct`` has a number of experts for each of ``nodes``; without it, random tokens
+    choose."""
     backend, spec, bandwidth = engine.backend, engine.spec, report.read_bytes_per_second
     if not isinstance(backend, CudaBackend):
         raise KdgenError(NO_GPU)
@@ -175,7 +179,7 @@ def measure_parts(
 
 
 def read_bandwidth(backend: CudaBackend) -> float:
-    """Bytes a second that a kernel which only reads gets from memory."""
+    """The bytes per second at which a kernel reads memory if it does nothing else."""
     text = (templates_dir() / "bench" / "read_bandwidth.cu").read_text()
     backend.load([Source("read_bandwidth", text, 512, 0)])
     data, sink = backend.empty((READ_MEGABYTES * 2**20,), "u8"), backend.empty((1,), "i32")
@@ -200,7 +204,7 @@ def _step(engine: Engine, backend: CudaBackend, context: int, rows: int, bandwid
 
 
 def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int, bandwidth: float, kernels: bool) -> StepTime:
-    """One block of the drafter, up to its candidates."""
+    """Time a block of the drafter, up to its candidates."""
     rows = draft.block_size
     engine.fill(context)
     engine.verify(DeviceDraftRequest(rows - 1, rows), MAX_NODES - 1)
@@ -214,8 +218,8 @@ def _draft(engine: Engine, draft: DraftSpec, backend: CudaBackend, context: int,
 def _kernels(
     engine: Engine, backend: CudaBackend, work: Sequence[Work], rows: int, context: int, bandwidth: float
 ) -> tuple[KernelTime, ...]:
-    """Each kernel of a step alone, over all the layers that it runs in; attention also with the kernel behind it, which joins its splits
-    and may start while it still runs; and each collective."""
+    """Time each kernel of a step alone, over all its layers, and each collective. Attention is also timed together with the next kernel,
+    which joins its splits and may start while attention still runs."""
     engine.fill(engine.plan.limits.max_context)  # with the same rows first
     engine.fill_length(context)
     kernels = [kernel for kernel in engine.plan.kernels if kernel.timing == "alone"]
@@ -230,7 +234,7 @@ def _kernels(
             many = (mine * -(-LAUNCHES_A_RECORD // len(mine)))[: max(LAUNCHES_A_RECORD, len(mine))]
             count = len(many) // len(group)
             once = median(backend, many) / count
-            # the kernels before it ran again on what the last layer left: the routing is theirs
+            # earlier kernels ran again on the last layer's activations, which gave this routing
             active = int(engine.read("num_active")[0]) if engine.spec.has_moe else 0
             load = workload(engine.spec, rows, context, active)
             least = sum(kernel.cost.bytes(load) for kernel in group)
@@ -244,7 +248,8 @@ def _kernels(
 
 
 def _behind_senders(plan: Plan, backend: CudaBackend, work: Sequence[Work], rows: int, times: Sequence[KernelTime]) -> list[KernelTime]:
-    """Kernels that would wait forever without the one before them, which sends them the ranks' parts: what they add to its time."""
+    """Times of kernels that would wait for ever without the previous kernel, which sends them the ranks' parts: what they add to its
+    time."""
     alone = {time.kernel: time.microseconds for time in times}
     found: dict[str, list[float]] = {}
     launches = [each for each in work if isinstance(each, Launch)]
@@ -258,8 +263,8 @@ def _behind_senders(plan: Plan, backend: CudaBackend, work: Sequence[Work], rows
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
-    """The launches again for every stretch of ``rows`` cache rows (of whole tiles, where it lies in those) that there is room for: a short
-    one alone would stay in the L2 cache."""
+    """The launches, repeated for every stretch of ``rows`` cache rows (in whole tiles, if the cache is tiled), because a single short one
+    would stay in the L2 cache."""
     cache = engine.plan.buffer("kv_cache")
     rows = -(-rows // TILE) * TILE if engine.plan.key_tiles else rows
     row_bytes = cache.bytes // math.prod(cache.shape[:-1])
@@ -274,7 +279,7 @@ def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> 
 
 
 def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> int:
-    """Distinct experts of a step, summed over the layers."""
+    """The number of distinct experts of a step, summed over the layers."""
     hit = 0
     for each in work:
         backend.start(each)
@@ -284,7 +289,7 @@ def _experts_hit(engine: Engine, backend: CudaBackend, work: Sequence[Work]) -> 
 
 
 def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
-    """Weights read once (of experts those hit), one embedding row a token, and the cache."""
+    """Bytes of weights, each once (of experts, those that are hit), an embedding row for each token, and the cache."""
     plan, spec = engine.plan, engine.spec
     total = spec.num_hidden_layers * spec.cache_row_dim * (2 if plan.compute == "bf16" else 4) * (context + rows)
     for weight in plan.weights:
@@ -294,5 +299,5 @@ def _step_bytes(engine: Engine, rows: int, context: int, experts: int) -> int:
             total += weight.stored_bytes // weight.logical[0] * experts
         else:
             total += weight.total_bytes
-    # what the drafter keeps of the tokens
+    # for the drafter's features of the tokens
     return total + sum(weight.total_bytes for weight in plan.draft_weights if weight.name in ("draft_fc", "draft_kv_proj"))

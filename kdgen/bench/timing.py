@@ -1,4 +1,4 @@
-"""How ``kdgen bench`` measures: medians over replays of recorded work, and of two contenders in turn."""
+"""Measuring times: medians over replays of recorded work, also of several contenders in turn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from kdgen.backends.base import Backend, Work
 
 REPLAYS = 15
-WARM_UP = 2  #: replays before those that count
+WARM_UP = 2  #: replays whose times are discarded
 
 
 @dataclass(frozen=True)
 class Contender:
-    """The same work by somebody else: ``start`` starts it, ``repeats`` times over; ``timer`` is a stopwatch as a backend's."""
+    """Another implementation of the same work. ``start`` starts it ``repeats`` times; ``timer`` is a stopwatch as ``Backend.timer``."""
 
     start: Callable[[], object]
     timer: Callable[[], Callable[[], float]]
@@ -22,7 +22,8 @@ class Contender:
 
 
 def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] | None = None, in_a_row: int = 1) -> float:
-    """Seconds of one replay of ``work``, of which so many are started one behind the other; ``between`` restores state before those."""
+    """Seconds of one replay of ``work``. Starts ``in_a_row`` replays one after another, each time after ``between``, which restores
+    state."""
     replay = backend.record(work)
 
     def start() -> None:
@@ -33,12 +34,12 @@ def median(backend: Backend, work: Sequence[Work], between: Callable[[], None] |
 
 
 def medians(backend: Backend, work: Sequence[Work], others: Sequence[Contender]) -> list[float]:
-    """Seconds of one replay of ``work`` and of each other's work once, measured in turn: a GPU that grows hot does so for all."""
+    """Seconds of one replay of ``work`` and of each contender, measured in turn, so that a hotter GPU affects all alike."""
     return _medians([Contender(backend.record(work), backend.timer), *others], None)
 
 
 def seconds(contender: Contender) -> float:
-    """Of the contender's work once."""
+    """Seconds of the contender's work."""
     return _medians([contender], None)[0]
 
 

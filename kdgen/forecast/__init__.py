@@ -1,1 +1,1 @@
-"""What steps must cost at least on GPUs that are not here, by data sheets."""
+"""Lower bounds for the times of steps on known GPUs, by their data sheets."""

@@ -1,7 +1,7 @@
-"""Where routed experts could be: an N-th of each on every rank, as the plan has them, or each whole on one of N ranks.
+"""Two placements of routed experts on N ranks: a part of each expert on every rank, as in the plan, or each expert whole on one rank.
 
-Either way every rank has all tokens, and its results are summed with the others', so only what a rank moves differs. Whole experts load
-the ranks unevenly, and a step waits for the fullest. Arithmetic over drawn routing, nothing measured.
+In both, every rank has all tokens and the ranks' results are summed, so they differ only in the bytes that a rank moves. Whole experts load
+the ranks unevenly, and a step waits for the rank with most. This is computed from random routing, not measured.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from kdgen.plan.ops.experts import MoeCombine
 from kdgen.spec.model import Spec
 
 ROWS = (1, 8, 64, 512)
-DRAWN_ROWS, FEWEST_DRAWS = 1600, 16  #: tokens drawn for a number of rows, each token's experts uniform among all
+DRAWN_ROWS, FEWEST_DRAWS = 1600, 16  #: tokens that are drawn for each number of rows, with uniformly random experts
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Bytes that experts make one rank move in a layer, the mean over draws: of ``rows`` tokens that hit ``experts`` distinct experts.
+    """Bytes that one rank moves for the experts of a layer, averaged over draws of ``rows`` tokens, which hit ``experts`` distinct experts.
 
-    ``fullest`` is the most experts that one rank has of those where each is whole on one; ``whole_bytes`` that rank's.
+    ``shared_bytes`` is for parts of experts. With whole experts, ``fullest`` is the number of hit experts on the rank that has most, and
+    ``whole_bytes`` its bytes.
     """
 
     rows: int
@@ -34,7 +35,7 @@ class Placement:
 
 
 def placements(spec: Spec, compute: Compute, shared: Plan, seed: int = 0) -> tuple[Placement, ...]:
-    """For steps of several sizes of ``spec``, whose part ``shared`` is; empty where none of its layers has experts, or for one rank."""
+    """Placements for steps of several sizes of ``spec``; ``shared`` is a rank's plan. Empty for one rank, or without MoE layers."""
     ranks, experts = shared.shard.ranks, spec.n_routed_experts or 0
     if not spec.has_moe or ranks == 1:
         return ()
@@ -44,7 +45,7 @@ def placements(spec: Spec, compute: Compute, shared: Plan, seed: int = 0) -> tup
 
 
 def _bytes(plan: Plan) -> tuple[float, float]:
-    """Of an expert's weights, and of a token's activations at one expert."""
+    """Bytes of an expert's weights, and of a token's activations at one expert."""
     launched = {launch.kernel for launch, _ in plan.program("prefill").launches()}
     kernels = [kernel for kernel in plan.kernels if kernel.name in launched]
     (chosen,) = (kernel.params.top_k for kernel in kernels if isinstance(kernel.params, MoeCombine))

@@ -1,4 +1,4 @@
-"""GPUs that a forecast can be made for, by their makers' data sheets, and what is assumed where those say nothing."""
+"""The GPUs of forecasts: figures of their data sheets, and assumptions about the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kdgen.plan.arch import Target, target_for
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU. Bandwidths are bytes a second; ``link_bandwidth`` is what one GPU sends to the others of its host. ``arch`` is what its
-    kernels are compiled for."""
+    """One GPU. Bandwidths are bytes per second; ``link_bandwidth`` is the rate at which one GPU sends to the others of its host. ``arch``
+    is the architecture that its kernels are compiled for."""
 
     name: str
     title: str

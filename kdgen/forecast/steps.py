@@ -1,7 +1,7 @@
-"""What a plan needs and how fast it can be at best, from the plan alone: nothing is loaded, and nothing runs.
+"""Memory and lower bounds for the times of steps, computed from the plan alone.
 
-A step's floor is the bytes that it must move over the bandwidth that a reading kernel gets, and its collectives one after another.
-Steps take longer: docs/performance.md has by how much. What is assumed beyond the plan is said in ``Forecast.assumptions``.
+A step's floor is the bytes that it must move divided by the bandwidth that a reading kernel reaches, plus the times of its collectives.
+docs/performance.md says how much longer measured steps take. ``Forecast.assumptions`` lists the assumptions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kdgen.plan.ops.ranks import PeerArgmax, PeerGather, PeerSum, PeerSumNorm
 from kdgen.plan.shard import MAX_RANKS, Exchange, Shard, part_of, shard_obstacles
 from kdgen.spec.model import Spec
 
-BLOCK_SIZE = 8  #: rows of a draft block where a spec has no drafter that says otherwise: seven drafted depths
+BLOCK_SIZE = 8  #: rows of a draft block if the spec has no drafter: the root and seven depths
 _CACHES = ("kv_cache", "draft_cache")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. ``longest_context`` is what fits beside the rest, within the model's positions; 0: nothing does."""
+    """Bytes of one rank. ``longest_context`` is the longest context that fits, up to the model's positions; 0 if none does."""
 
     weights: int
     draft_weights: int
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does of a step in the kernels of one group."""
+    """The kernels of one group in a step, on one rank."""
 
     name: str
     launches: int
@@ -57,8 +57,8 @@ class Step:
     rows: int
     experts: float
     bytes: int
-    collectives: int  #: a sum over many rows is two
-    collective_bytes: int  #: that one rank sends
+    collectives: int  #: a sum over many rows counts as two
+    collective_bytes: int  #: bytes that one rank sends
     collective_seconds: float
     seconds: float
     parts: tuple[Part, ...]
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tree:
-    """A round with a draft tree of ``nodes``: its floor, the draft's included, the tokens it gains, and how much faster that is than
+    """A round with a draft tree of ``nodes``: its floor in ``seconds``, the draft's included, its expected tokens, and the speed-up over
     plain decoding."""
 
     nodes: int
@@ -84,29 +84,29 @@ class Forecast:
     exchange: Exchange
     context: int
     acceptance: float
-    depths: int  #: of a draft
+    depths: int  #: depths of a draft
     memory: Memory
-    fewest_ranks: int  #: whose memory is enough for this context; 0: no number of them
+    fewest_ranks: int  #: the fewest ranks whose memory is enough for this context; 0 if no number is
     decode: Step
     verify: Step
     draft_seconds: float
-    trees: tuple[Tree, ...]  #: of every number of nodes from 0
+    trees: tuple[Tree, ...]  #: for every number of nodes from 0
     best: Tree
-    placements: tuple[Placement, ...]  #: of experts; empty where one rank has all
+    placements: tuple[Placement, ...]  #: empty for one rank
     assumptions: tuple[str, ...]
 
 
 def forecast(
     spec: Spec, gpu: GpuModel, ranks: int = 1, context: int = 4096, nodes: int = 15, acceptance: float = 0.8, compute: Compute | None = None
 ) -> Forecast:
-    """A forecast for ``spec`` on ``ranks`` GPUs, with trees of ``nodes``, and the draft right with ``acceptance`` at each depth.
+    """A forecast for ``spec`` on ``ranks`` GPUs, with trees of ``nodes`` and a draft whose best token has probability ``acceptance``.
 
-    Raises KdgenError when the ranks cannot share the model, or for nodes, a context or an acceptance that cannot be.
+    Raises KdgenError when the ranks cannot share the model, or when nodes, context or acceptance are out of range.
     """
     if not 0 <= nodes < MAX_NODES:
         raise KdgenError(f"a tree has 0 to {MAX_NODES - 1} nodes, not {nodes}")
     if not 0 <= acceptance < 1:
-        raise KdgenError(f"an acceptance lies between 0 and below 1, not at {acceptance}")
+        raise KdgenError(f"the acceptance must be at least 0 and below 1, not {acceptance}")
     plan = _plan(spec, compute, ranks, context, gpu.target.family)
     draft_seconds = _draft_seconds(spec, plan, gpu, context)
     steps = [_step(spec, plan, gpu, context, count + 1) for count in range(MAX_NODES)]
@@ -138,10 +138,10 @@ def forecast(
 
 
 def expected_tokens(acceptance: float, depths: int, most: int) -> list[float]:
-    """Tokens of a round for each number of nodes up to ``most``, the one that every step gives included.
+    """The expected tokens of a round for each number of nodes up to ``most``, including the token that every step gives.
 
-    The target's token is the draft's choice number r at a depth with probability a (1 - a)^(r - 1), whatever came before. A node at
-    depth d whose choices are s beyond the first then lies on the accepted path with a^d (1 - a)^s, and a tree has the likeliest nodes.
+    At each depth, the target's token is the draft's choice number r with probability a (1 - a)^(r - 1), independent of other depths. A node
+    at depth d whose ranks r add up to d + s is accepted with probability a^d (1 - a)^s. A tree has the most probable nodes.
     """
     likely = []
     for depth in range(1, depths + 1):
@@ -176,7 +176,7 @@ def _memory(spec: Spec, plan: Plan, gpu: GpuModel) -> Memory:
 
 
 def _longest_context(spec: Spec, plan: Plan, room: int) -> int:
-    """The longest context whose buffers take no more than ``room`` bytes, 0 when none does."""
+    """The longest context whose buffers take at most ``room`` bytes; 0 if none does."""
 
     def too_long(context: int) -> bool:
         return sum(buffer.bytes for buffer in buffers_at(plan, spec, context)) > room
@@ -202,7 +202,7 @@ def _fewest_ranks(spec: Spec, compute: Compute | None, gpu: GpuModel, context: i
 
 
 def experts_hit(spec: Spec, rows: int) -> float:
-    """Distinct experts of a layer that so many tokens are expected to choose, each independently and all experts alike."""
+    """The expected number of distinct experts of a layer that ``rows`` tokens choose, uniformly and independently."""
     return expected_experts(spec.n_routed_experts or 0, spec.num_experts_per_tok, rows) if spec.has_moe else 0.0
 
 
@@ -231,7 +231,7 @@ def _step(spec: Spec, plan: Plan, gpu: GpuModel, context: int, rows: int) -> Ste
 
 
 def part_of_step(group: Group) -> str:
-    """The title under which a forecast shows a group: small ones are shown together."""
+    """The title under which a forecast shows a group; small groups share one."""
     match group:
         case "norms and rows" | "tree" | "accept":
             return "norms, rows, trees"
@@ -242,7 +242,7 @@ def part_of_step(group: Group) -> str:
 
 
 def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:
-    """How often a kernel waits for the other ranks, and the bytes that one rank sends in it: 8 a word, for its round goes with it."""
+    """How often a kernel waits for other ranks, and the bytes that one rank sends: 8 for each word, because the round is sent with it."""
     ranks, p = plan.shard.ranks, kernel.params
     if isinstance(p, PeerGather) or (isinstance(p, PeerSum) and rows <= p.direct_rows):
         return 1, 8 * p.width * rows * (ranks - 1)
@@ -250,13 +250,13 @@ def _exchanges(plan: Plan, kernel: Kernel, rows: int) -> tuple[int, int]:
         return 1, 8 * 2 * rows * (ranks - 1)
     if isinstance(p, PeerSumNorm):
         return 1, 8 * p.norm.width * rows * (ranks - 1)
-    if isinstance(p, PeerSum):  # parts to the ranks that sum them, sums to all
+    if isinstance(p, PeerSum):  # sends parts to the ranks that sum them, then sums to all
         return 2, 2 * 8 * p.width * rows * (ranks - 1) // ranks
     return 0, 0
 
 
 def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float:
-    """The floor of a block of the drafter: its weights, the head, its cache, its collectives; 0 where the spec has none."""
+    """The floor of a block of the drafter: its weights, the head, its cache and its collectives; 0 without a drafter."""
     draft = part_of(spec, plan.shard.ranks).draft
     if draft is None:
         return 0.0
@@ -268,26 +268,26 @@ def _draft_seconds(spec: Spec, plan: Plan, gpu: GpuModel, context: int) -> float
 
 def _assumptions(spec: Spec, gpu: GpuModel, ranks: int, depths: int) -> tuple[str, ...]:
     found = [
-        f"{gpu.title}: {gpu.memory_bytes / 1e9:.0f} GB and {gpu.bandwidth / 1e12:.2f} TB/s by its data sheet, of which reading kernels get"
-        f" {READ_FRACTION:.0%}",
-        "a floor: bytes over bandwidth, kernels without gaps; measured steps are in docs/performance.md",
-        f"{RESERVED_BYTES / 2**30:.1f} GiB of each GPU are the driver's",
+        f"{gpu.title}: {gpu.memory_bytes / 1e9:.0f} GB and {gpu.bandwidth / 1e12:.2f} TB/s by its data sheet, of which a reading kernel"
+        f" reaches {READ_FRACTION:.0%}",
+        "a floor is bytes divided by bandwidth, without gaps between kernels; docs/performance.md has measured steps",
+        f"{RESERVED_BYTES / 2**30:.1f} GiB of each GPU are for the driver",
     ]
     if ranks > 1:
         micro = gpu.collective_seconds * 1e6
         found.append(
             f"{gpu.link} between all {ranks} GPUs, as in one host, {gpu.link_bandwidth / 1e9:.0f} GB/s out of each by its data sheet;"
-            f" {micro:.0f} µs a collective, assumed"
+            f" {micro:.0f} µs for each collective"
         )
     if spec.has_moe:
-        found.append("every expert is as likely as any other, for each token by itself; real routing hits fewer")
+        found.append("each token chooses among all experts with equal probability; real routing hits fewer")
     found.append(
-        f"the draft's choice number r is right with a (1 - a)^(r - 1) at each of {depths} depths, a being the acceptance"
-        + ("" if spec.draft else "; no drafter is described, so drafting costs nothing")
+        f"the draft's choice number r is accepted with probability a (1 - a)^(r - 1) at each of {depths} depths; a is the acceptance"
+        + ("" if spec.draft else "; the spec has no drafter, so drafting takes no time")
     )
     return tuple(found)
 
 
 def budgets_shown(trees: Sequence[Tree], nodes: int, best: int) -> list[Tree]:
-    """The trees of a table: usual budgets, the one asked for, the best."""
+    """The trees that a table shows: common budgets, ``nodes``, and the best."""
     return [tree for tree in trees if tree.nodes in {0, 3, 7, 15, 31, 63, nodes, best}]

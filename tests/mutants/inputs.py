@@ -116,7 +116,7 @@ FILES = [
         "files",
         "kdgen/text/tokenizer.py",
         "tests/unit/test_tokenizer.py",
-        ("a prompt is cut as in training", "            self._tokenizer.no_truncation()  # both", "            # both"),
+        ("a prompt is cut as in training", "            self._tokenizer.no_truncation()  # training", "            # training"),
         ("nothing stands before a text", "add_special_tokens=begin", "add_special_tokens=False"),
         ("bytes that are no character vanish", 'getincrementaldecoder("utf-8")("replace")', 'getincrementaldecoder("utf-8")("ignore")'),
     ),

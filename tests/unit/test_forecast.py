@@ -159,7 +159,7 @@ def test_json_has_what_the_table_has(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert report["schema"] == "kdgen.plan/1" and report["ranks"] == 8 and len(report["trees"]) == 64
     assert {part["name"] for part in report["decode"]["parts"]} >= {"routed experts", "attention over the cache", "sums over ranks"}
-    assert any("assumed" in line for line in report["assumptions"])
+    assert any("for each collective" in line for line in report["assumptions"])
     root = ElementTree.fromstring(plot.read_text())
     assert len([each for each in root if each.tag.endswith("polyline")]) == 5
 
@@ -168,7 +168,7 @@ def test_json_has_what_the_table_has(tmp_path: Path) -> None:
 def test_every_shipped_spec_has_a_forecast(spec: str) -> None:
     result = kdgen(spec, "--context", "512")
     assert result.exit_code == 0, result.output
-    assert "no drafter is described, so drafting costs nothing" in result.stdout
+    assert "the spec has no drafter, so drafting takes no time" in result.stdout
 
 
 def test_the_context_of_a_small_model_is_all_that_it_has() -> None:
@@ -200,7 +200,7 @@ def test_gpus_have_names_of_their_own() -> None:
     [
         (["k26", "--gpu", "h20"], "unknown GPU 'h20'; kdgen knows a100, h100, h200"),
         (["k26", "--tp", "3"], "3 ranks cannot share it"),
-        (["k26", "--acceptance", "1"], "an acceptance lies between 0 and below 1"),
+        (["k26", "--acceptance", "1"], "the acceptance must be at least 0 and below 1"),
         (["tiny", "--context", "4096"], "exceeds max_position_embeddings 1024"),
         (["k26", "--plot", "x.png"], "--plot draws SVG: x.png must end in .svg"),
         (["nothing"], "neither a file nor a shipped spec"),
