@@ -1,6 +1,6 @@
-// The part of CUDA C++ that generated kernels use, as C++17 for a host compiler. `__shared__` is left undefined on purpose:
-// shared memory comes from SHARED_ARRAY and SHARED_DYNAMIC, which give it poison and bounds. So are float atomics: their
-// order is not fixed, and kdgen's results are.
+// The part of CUDA C++ that generated kernels use, as C++17 for a host compiler. Two things are missing on purpose. `__shared__`: kernels
+// use SHARED_ARRAY and SHARED_DYNAMIC, which fill shared memory with poison and check its bounds. Float atomics: their order varies, and
+// so would results.
 #pragma once
 #include "emulator.h"
 
@@ -20,7 +20,7 @@
 #define gridDim (emu_context->grid_dim)
 #define warpSize 32
 
-// the source line of the call, whoever makes it
+// the source line of the caller
 #define EMU_HERE int line = __builtin_LINE()
 
 // ---- barriers and fences --------------------------------------------------
@@ -143,7 +143,7 @@ extern "C" float fmaf(float, float, float) noexcept;
 extern "C" double fma(double, double, double) noexcept;
 extern "C" int printf(const char*, ...);
 
-// as PTX has them: a NaN loses against a number, and +0 is greater than -0
+// As in PTX: of a NaN and a number, the result is the number; +0 is greater than -0.
 static inline float fmaxf(float a, float b) {
   if (a != a) return b;
   if (b != b) return a;
@@ -177,7 +177,7 @@ static inline int __float2int_rz(float x) { return (int)x; }
 static inline int __float2int_rd(float x) { return (int)floorf(x); }
 static inline float __int2float_rn(int x) { return (float)x; }
 static inline float __uint2float_rn(unsigned x) { return (float)x; }
-// macros, because glibc owns the names
+// macros, because glibc declares functions with these names
 #define __expf(x) (expf(x))
 #define __exp2f(x) (exp2f(x))
 #define __logf(x) (logf(x))
@@ -234,7 +234,7 @@ static inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, 
 // ---- cached loads and integer atomics -------------------------------------
 #ifdef EMU_CHECKER
 template <class T>
-EMU_UNCHECKED __attribute__((noinline)) static T emu_load(const T* p) { return *p; }  // checked already, with the caller's line
+EMU_UNCHECKED __attribute__((noinline)) static T emu_load(const T* p) { return *p; }  // the caller has checked the access
 #else
 template <class T>
 static inline T emu_load(const T* p) { return *p; }

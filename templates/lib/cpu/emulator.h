@@ -1,6 +1,6 @@
-// What a kernel built for the CPU and the emulator's runtime (runtime/) share: the per-thread state that threadIdx and
-// friends read, and the calls behind barriers, warp collectives, copies, atomics and the checker.
-// Only <stddef.h> and <stdint.h> are included: libstdc++ headers would cost ten times the compile time of the kernels.
+// What a kernel built for the CPU and the emulator's runtime (runtime/) share: the state of a thread that threadIdx and blockIdx read, and
+// the functions behind barriers, warp collectives, copies, atomics and the checker.
+// It includes <stddef.h> and <stdint.h> only: with libstdc++ headers, kernels would take ten times as long to compile.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -10,27 +10,27 @@ struct uint3 {
 };
 
 struct EmuWarp {
-  void* operand[32];      // of the collective that the lanes are gathering for
-  uint64_t received[32];  // by shuffles
+  void* operand[32];      // each lane's operand of the collective that lanes are arriving at
+  uint64_t received[32];  // results of shuffles
 };
 
-struct EmuLane {  // one CUDA thread
+struct EmuLane {  // a CUDA thread
   uint3 thread;
   unsigned index;  // lane in its warp
   EmuWarp* warp;
 };
 
-struct EmuContext {  // the block that this OS thread is running
-  EmuLane* lane;     // the CUDA thread that is running now
+struct EmuContext {  // the block that this OS thread runs
+  EmuLane* lane;     // the CUDA thread that runs now
   uint3 block, block_dim, grid_dim;
   char* dynamic_shared;
 };
 
-// what a collective does, once, for all lanes of `mask`
+// What a collective does, called once for all lanes of `mask`.
 typedef void (*EmuWarpStep)(EmuWarp* warp, unsigned mask, int line);
 
 struct EmuKernel {
-  void (*call)(const uint64_t* slots);  // one 8-byte slot an argument
+  void (*call)(const uint64_t* slots);  // an 8-byte slot for each argument
   const char* parameters;               // 'p' pointer, 'i' 32-bit integer
 };
 
@@ -40,25 +40,25 @@ enum EmuAtomicType { EMU_I32, EMU_U32, EMU_U64 };
 
 #define EMU_API extern "C" __attribute__((visibility("default")))
 
-// initial-exec: a read of threadIdx is then two loads, not a call
+// With initial-exec, a read of threadIdx takes two loads and no call.
 extern "C" __attribute__((visibility("default"), tls_model("initial-exec"))) thread_local EmuContext* emu_context;
 
-// `line` is always the source line of the call in the kernel's text
+// `line` is always the source line of the call in the kernel's text.
 EMU_API void emu_sync_block(int line);
 EMU_API void emu_sync_warp(unsigned mask, int line);
 EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int line, const char* what);
-// Leaves its result in warp->received rather than returning it: what ends in a call can end in a jump, and a `ret` on another
-// fiber's stack is mispredicted, which would double the cost of a shuffle.
+// Leaves its result in warp->received instead of returning it. So the function can end in a jump. It would otherwise end in a `ret` on
+// another fiber's stack, which the processor mispredicts; that would double the cost of a shuffle.
 EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int operand, int width, int line);
 EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line);
 EMU_API void emu_cp_async(void* dst, const void* src, bool valid, int line);
 EMU_API void emu_cp_async_commit_group();
 EMU_API void emu_cp_async_wait_group(int groups);
-struct EmuWgmma {  // what one lane gives wgmma; 2 * floats columns
+struct EmuWgmma {  // the operands that a lane gives wgmma; b has 2 * floats columns
   float* d;
   int floats;
   const unsigned* a_registers;  // null: a is in shared memory
-  uint64_t a, b;                // as wgmma_descriptor makes them
+  uint64_t a, b;                // descriptors
   bool by_columns, accumulate;
 };
 EMU_API uint64_t emu_wgmma_descriptor(const void* tile, unsigned next_tile, int line);
@@ -81,7 +81,7 @@ EMU_API void emu_pause();
 EMU_API unsigned emu_active_mask();
 EMU_API uint64_t emu_atomic(EmuAtomicOp op, EmuAtomicType type, void* p, uint64_t value, uint64_t compare, int line);
 EMU_API __attribute__((noreturn)) void emu_fail(const char* what, int line);
-// checker only: a read or write of `bytes` at `p` by lane `index` of the running warp
+// For the checker: lane `index` of the running warp reads or writes `bytes` bytes at `p`.
 EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index, int line);
 
 #ifdef EMU_CHECKER
@@ -90,10 +90,10 @@ EMU_API void emu_touch(const void* p, unsigned bytes, bool write, unsigned index
 #define EMU_TOUCH(p, bytes, write, index, line) (void)(line)
 #endif
 
-// For what runs on behalf of a whole warp: its own accesses are the emulator's business, not the kernel's.
+// For functions that run for a whole warp: the checker ignores their own accesses, which are the emulator's and not the kernel's.
 #define EMU_UNCHECKED __attribute__((no_sanitize("thread")))
 
-// ---- kernel export: unpack slots into the kernel's own parameter types ----
+// ---- kernel export: converts slots to the kernel's parameter types --------
 template <size_t... I>
 struct EmuIndices {};
 template <size_t N, size_t... I>

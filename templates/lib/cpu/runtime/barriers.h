@@ -1,9 +1,9 @@
-// Barriers of some of a block's threads: mbarriers, whose state is their 8 bytes of shared memory, and barriers of warps by number; and
-// the bulk copies that mbarriers count.
+// Barriers of some threads of a block: mbarriers, which keep their state in 8 bytes of shared memory, and numbered barriers of warps. Also
+// the bulk copies whose bytes mbarriers count.
 #pragma once
 #include "copies.h"
 
-// Until somebody calls wake(event). The caller looks again whether what it waits for has come.
+// Waits until another lane calls wake(event). The caller then tests again whether it may go on.
 static void wait_for_event(Worker* w, Lane* me, const void* event, int line, const char* what) {
   Warp* warp = warp_of(me);
   me->line = line;
@@ -31,13 +31,13 @@ static void complete(Worker* w, const void* event) {
 }
 
 struct Mbarrier {
-  uint64_t mark : 16;  // MBARRIER once it is one; poison is none
+  uint64_t mark : 16;  // MBARRIER after mbarrier_init; poison differs from it
   uint64_t phase : 1, count : 11, arrived : 11;
-  int64_t pending : 25;  // bytes of bulk copies that the next completion still waits for
+  int64_t pending : 25;  // bytes of bulk copies that the phase still waits for
 };
-static_assert(sizeof(Mbarrier) == sizeof(uint64_t), "it lives in the kernel's u64");
+static_assert(sizeof(Mbarrier) == sizeof(uint64_t), "it is in the kernel's u64");
 static const uint16_t MBARRIER = 0xba44;
-static const int MOST_PENDING = (1 << 20) - 1;  // what hardware counts to
+static const int MOST_PENDING = (1 << 20) - 1;  // hardware's limit
 
 static Mbarrier* find_mbarrier(Worker* w, Lane* me, uint64_t* barrier, bool init, int line, const char* what) {
   const uintptr_t p = reinterpret_cast<uintptr_t>(barrier);
@@ -55,7 +55,8 @@ EMU_API void emu_mbarrier_init(uint64_t* barrier, int count, int line) {
   *find_mbarrier(w, me, barrier, true, line, "mbarrier_init") = {MBARRIER, 0, static_cast<uint64_t>(count), 0, 0};
   if (w->launch->flags & CHECK) check_mbarrier_made(w, me, barrier);
 }
-// Completes where all that it waits for has come, or wakes those who bring it (emu_mbarrier_wait_parity).
+// Completes the phase if all arrivals and bytes are there. If only bytes are missing, wakes waiting lanes, which perform the copies
+// (emu_mbarrier_wait_parity).
 static void try_complete(Worker* w, Mbarrier* b, const uint64_t* barrier) {
   if (b->arrived < b->count) return;
   if (b->pending) return wake(w, barrier);
@@ -104,7 +105,8 @@ EMU_API void emu_cp_async_bulk(void* dst, const void* src, int bytes, uint64_t* 
   w->bulk_copies.push_back(copy);
   wake(w, barrier);
 }
-// As late as can be: once somebody waits for a barrier that waits for its copies alone. False: there are none.
+// Performs a copy of the barrier, if only copies are missing for its phase. Called when a lane waits, so copies are as late as possible.
+// Returns whether it performed one.
 static bool perform_copies_of(Worker* w, const uint64_t* barrier) {
   const Mbarrier* b = reinterpret_cast<const Mbarrier*>(barrier);
   if (b->arrived < b->count) return false;

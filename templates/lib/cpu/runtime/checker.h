@@ -1,12 +1,12 @@
-// The checker: called before every access that a kernel makes (see hooks.h), it knows what every piece of device and shared memory
-// last saw, and finds accesses that hardware may order either way. Exact for the accesses that happened, whatever their order.
+// The checker is called before every access of a kernel (hooks.h). It keeps the last accesses of every piece of device and shared memory,
+// and reports accesses that hardware may perform in either order. Its reports do not depend on the order in which threads happened to run.
 //
-// Launches may overlap (overlap.h): what earlier ones did may not have happened yet for a thread that has not waited.
+// Launches may overlap (overlap.h): for a thread that has not waited, what earlier launches did may not have happened yet.
 //
-// Time is a counter of synchronisations. A byte's history holds the tick of each access; two accesses are ordered when a tick
-// lies between that both threads passed: the block's barrier, a __syncwarp of both, the end of a launch, or, between blocks, an
-// atomic after a fence on one side and an atomic on the same address on the other. Mbarriers and barriers of warps order only those
-// that wait after those that arrived: with each goes, for every thread, the tick before which its accesses are known.
+// Time is a counter of synchronisations, in ticks. A piece's history holds the tick of each access. Two accesses are ordered if between
+// them both threads passed a __syncthreads, a __syncwarp of both, or the end of a launch. Threads of two blocks are ordered by an atomic
+// after a fence in one block and an atomic on the same address in the other. An mbarrier or a barrier of warps orders threads that wait
+// behind threads that have arrived: it holds, for every thread, the tick up to which that thread's accesses are ordered.
 #pragma once
 #include <algorithm>
 #include "copies.h"
@@ -15,7 +15,7 @@ struct PastLaunch {
   uint32_t tick;
   const EmuKernel* kernel;
 };
-// What a block handed over to the launches behind it when it let them begin: each thread's writes before its tick.
+// What later launches may read of a block, because it happened before the block let them begin: each thread's writes before a tick.
 struct HandedOver {
   uint32_t first, end;  // the block's ticks
   std::vector<uint32_t> before;
@@ -24,18 +24,18 @@ struct HandedOver {
 struct Checker {
   uint32_t tick = 1;
   uint32_t launch_tick = 1;
-  // Everything before this tick was over before this launch could begin, on hardware that begins it as early as it may.
+  // Everything before this tick had ended when hardware could begin this launch at the earliest.
   uint32_t settled = 0;
-  bool late = true;  // this launch: no thread has let the next one begin before it knew the one ahead of it to be over
+  bool late = true;  // no thread of this launch has let the next one begin before the end of the previous one
   std::vector<PastLaunch> past;   // launches since `settled`, this one last
   std::vector<HandedOver> handed_over;  // since `settled`, in order
-  std::vector<uint32_t> block_ticks;  // of this launch, in the order in which its blocks ran: one after another
-  // blocks whose earlier writes the running block may read, and, by address of an atomic, what its users have released
+  std::vector<uint32_t> block_ticks;  // first ticks of this launch's blocks, which run one after another
+  // blocks whose earlier writes the running block may read; for each atomic's address, blocks whose writes its users may read
   std::vector<bool> seen;
   std::map<uintptr_t, std::vector<bool>> released;
-  Shadow shared;                                     // of the arena of the one worker there is
-  std::map<const EmuKernel*, size_t> shared_pieces;  // what earlier launches of a kernel have cut its shadow to
-  // the kernel's library, its static data included
+  Shadow shared;                                     // of the arena; the checker runs with one worker
+  std::map<const EmuKernel*, size_t> shared_pieces;  // size of `shared`'s pieces at the end of a kernel's last launch
+  // addresses of the kernel's library, its static data included
   uintptr_t module_start = 0, module_end = 0;
   Allocation* recent = nullptr;
 };
@@ -47,7 +47,7 @@ static bool checker_begin_launch(const EmuLaunch* launch) {  // false: out of me
   Checker& c = checker;
   c.recent = nullptr;
   if (launch->next_block != 0) return true;
-  if (c.tick > 0xf0000000u) {  // ticks are about to wrap: forget the past, which is all ordered before this launch
+  if (c.tick > 0xf0000000u) {  // Ticks are about to wrap. All accesses so far are ordered before this launch, so their history is not needed.
     for (auto& entry : allocations) entry.second.shadow.forget();
     c.shared.forget();
     c.tick = c.settled = 0;
@@ -88,7 +88,7 @@ static void checker_begin_block(Worker* w) {
 
 // ---- order ----------------------------------------------------------------
 enum class Order { ordered, same_block, other_block };
-// how an earlier access, by thread `thread` of some block at `tick`, stands to one by `lane` now
+// Whether an earlier access, by thread `thread` of some block at `tick`, is ordered before an access by `lane` now.
 static inline Order order(Worker* w, const Lane* lane, uint32_t tick, unsigned thread) {
   const Checker& c = checker;
   if (tick < c.launch_tick) return Order::ordered;
@@ -180,7 +180,7 @@ static void check_shared(Worker* w, const Access& a) {
   for (size_t at = offset; at < offset + a.bytes; at += shadow.piece) {
     Cell& cell = shadow.cells[at / shadow.piece];
     const bool written = cell.write_tick >= w->block_tick;
-    if (!written) {  // what earlier blocks did here is nothing to this one
+    if (!written) {  // other blocks' accesses to these addresses do not matter
       cell.write_tick = 0;
       cell.state = PLAIN;
       if (cell.read_tick < w->block_tick) cell.read_tick = cell.read2_tick = cell.other_block_tick = 0;
@@ -240,7 +240,7 @@ static void check_device(Worker* w, const Access& a) {
 static void check(Worker* w, const Access& a) {
   const uintptr_t stacks = reinterpret_cast<uintptr_t>(w->stacks);
   if (a.p - stacks < w->stack_count * STACK) return;                  // a thread's own variables
-  if (a.p - reinterpret_cast<uintptr_t>(w) < sizeof(Worker)) return;  // threadIdx and friends
+  if (a.p - reinterpret_cast<uintptr_t>(w) < sizeof(Worker)) return;  // threadIdx, blockIdx and others
   if (a.p == reinterpret_cast<uintptr_t>(&emu_context)) return;
   if (a.p - reinterpret_cast<uintptr_t>(w->launch->slots) < 8 * w->launch->slot_count) return;
   if (a.bytes <= 16 && (a.bytes & (a.bytes - 1)) == 0 && (a.p & (a.bytes - 1)))
@@ -272,7 +272,7 @@ static void check_copy_started(Worker* w, Lane* lane, const Copy& copy) {
     fail(w, {lane, at_line(copy.line)}, "cp_async_16: the destination is not in shared memory");
   for_cells(w, copy, [](Cell& cell) { cell.state = IN_FLIGHT; });
 }
-// What was copied becomes a write by the waiting thread, now: others need a barrier after it.
+// A finished copy counts as a write by the thread that waited, at this time: other threads need a barrier after it.
 static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
   for_cells(w, copy, [&](Cell& cell) {
     cell.state = PLAIN;
@@ -282,7 +282,8 @@ static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy) {
   });
 }
 
-// A bulk copy is its thread's access as long as it lasts. Then it is a write that only those know of who wait for its barrier.
+// While a bulk copy runs, it is an access of the thread that started it. Then it is a write that is ordered only before threads that wait
+// for its barrier.
 static void check_bulk_copy_started(Worker* w, const BulkCopy& copy) {
   const Where where = at_line(copy.line);
   const Handover& handover = w->handovers[copy.barrier];
@@ -318,7 +319,7 @@ static void check_mbarrier_made(Worker* w, const Lane* lane, const uint64_t* bar
   handover.maker = lane->linear;
   handover.made_tick = next_tick();
 }
-// A __syncwarp hands on what its lanes know.
+// After a __syncwarp, each lane is ordered after all that any of its lanes is ordered after.
 static void check_warp_synced(Warp* warp, unsigned mask) {
   Worker* w = current();
   bool waited = false;
@@ -376,7 +377,8 @@ static void merge(std::vector<bool>& into, const std::vector<bool>& from) {
   for (size_t i = 0; i < from.size(); ++i)
     if (from[i]) into[i] = true;
 }
-// An atomic on device memory passes on what is known: after a fence, that this block's writes so far may be read.
+// An atomic on device memory orders blocks: if the thread has called __threadfence, later users of the atomic's address may read what its
+// block has written, and what its block may read.
 static void check_atomic(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, Where where) {
   check(w, {lane, p, bytes, true, true, where});
   if (p - reinterpret_cast<uintptr_t>(w->arena) < ARENA) return;

@@ -1,5 +1,5 @@
-// cp.async, and atomics. A copy is either done at once (plain) or as late as its thread's waits allow, with poison in its
-// destination meanwhile: a missing wait then shows in the numbers, and the checker names it.
+// cp.async and atomics. Without LATE_COPIES, a copy is performed at once. With it, a copy is performed when its thread waits for it, and
+// its destination holds poison until then. So a missing wait makes results wrong, and the checker reports it.
 #pragma once
 #include "memory.h"
 

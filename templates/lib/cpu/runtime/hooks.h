@@ -1,6 +1,5 @@
-// How the checker sees accesses: kernels are compiled with -fsanitize=thread, whose calls before each access are answered here.
-// libtsan is not linked; these functions are its whole interface as far as kernels need it. Atomics never reach it: they are
-// calls of the runtime (copies.h).
+// How the checker sees accesses. Kernels are compiled with -fsanitize=thread, so they call a __tsan function before each access. The
+// functions here take the place of libtsan, which is not linked. Atomics need none: they are calls of the runtime (copies.h).
 #pragma once
 #include "checker.h"
 #include "wgmma.h"
@@ -43,8 +42,8 @@ EMU_API void* __tsan_memset(void* p, int value, size_t bytes) {
   return memset(p, value, bytes);
 }
 
-// -fsanitize=alignment, which Clang's kernels have, calls this before a pointer is used that is not aligned for its type: Clang may take
-// such an access apart before it calls the checker, which looks at the address of each (check in checker.h).
+// Clang compiles kernels with -fsanitize=alignment, too. They call this before an access through a misaligned pointer. The checker's own
+// test (check in checker.h) would miss it, because Clang may split such an access into smaller ones before it calls the checker.
 struct UbsanTypeMismatch {
   const char* file;
   uint32_t line, column;

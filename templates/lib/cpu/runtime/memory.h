@@ -1,5 +1,5 @@
-// Device memory: every allocation ends at a page that may not be touched (less what 256-byte alignment leaves, which holds a
-// canary), starts after another, and is filled with poison. Shared arrays come from a worker's arena.
+// Device memory. An allocation is filled with poison and lies between two pages that may not be accessed. Its size is rounded up to a
+// multiple of 256 bytes; the bytes behind its end keep their poison as a canary. Shared arrays are parts of a worker's arena.
 #pragma once
 #include <string.h>
 #include <sys/mman.h>
@@ -11,7 +11,7 @@ static char* map_pages(size_t bytes, int protection) {
   return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
 }
 
-// What the checker remembers of a piece of memory: who wrote it last, and the readers a later write could race with.
+// What the checker remembers of a piece of memory: its last writer, and the readers that a later write could race with.
 struct Cell {
   uint32_t write_tick, read_tick, read2_tick, other_block_tick;
   Where write_where, read_where;
@@ -19,10 +19,10 @@ struct Cell {
   uint8_t state;  // CellState
   uint8_t unused;
 };
-enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT, BULK };  // BULK: a write that wgmma sees without a fence
+enum CellState : uint8_t { PLAIN, ATOMIC, IN_FLIGHT, BULK };  // BULK: written by a bulk copy, which needs no fence before wgmma
 
-// The cells of a stretch of memory, one a piece. Pieces begin as 16 bytes and are cut smaller at the first access that is not
-// a whole number of them: exact, since all accesses before touched whole pieces, and far cheaper than a cell a byte.
+// The cells of a range of memory, one for each piece. Pieces have 16 bytes at first. The first access that is not a whole number of
+// pieces makes all pieces smaller. No history is lost: all accesses before were of whole pieces. A cell for each byte would cost far more.
 struct Shadow {
   Cell* cells = nullptr;
   size_t bytes = 0;
@@ -31,7 +31,7 @@ struct Shadow {
   size_t mapped(size_t piece_bytes) const { return (bytes / piece_bytes + 1) * sizeof(Cell); }
   bool make(size_t size) {
     bytes = size;
-    cells = reinterpret_cast<Cell*>(map_pages(mapped(piece), PROT_READ | PROT_WRITE));  // costs nothing until touched
+    cells = reinterpret_cast<Cell*>(map_pages(mapped(piece), PROT_READ | PROT_WRITE));  // untouched pages cost nothing
     return cells;
   }
   void drop() {
@@ -41,11 +41,11 @@ struct Shadow {
   void forget() const {
     if (cells) madvise(cells, mapped(piece), MADV_DONTNEED);
   }
-  static size_t pieces_for(size_t offset, size_t size) {  // the largest piece that cuts the access exactly
+  static size_t pieces_for(size_t offset, size_t size) {  // the largest piece of which the access is a whole number
     const size_t odd = offset | size | 16;
     return odd & (~odd + 1);
   }
-  // Cells that say nothing after tick `since` need not be kept.
+  // Makes pieces smaller. Cells without an access at tick `since` or later are not kept.
   bool cut(size_t smaller, uint32_t since) {
     Cell* fine = reinterpret_cast<Cell*>(map_pages(mapped(smaller), PROT_READ | PROT_WRITE));
     if (!fine) return false;
@@ -68,11 +68,11 @@ struct Allocation {
   size_t bytes;
   // checker
   Shadow shadow;
-  unsigned char* written = nullptr;  // a byte a byte
+  unsigned char* written = nullptr;  // for each byte, whether it was written
 };
 
-// Keyed by the last address, so that lower_bound finds the owner. Never destroyed: kernels may run while the process ends. The
-// caller, kdgen/backends/cpu.py, makes one call at a time.
+// The key is the allocation's last address, so that lower_bound finds the allocation that holds an address. The map is never destroyed:
+// kernels may run while the process ends. It has no lock: kdgen/backends/cpu.py makes one call at a time.
 static std::map<uintptr_t, Allocation>& allocations = *new std::map<uintptr_t, Allocation>;
 
 static Allocation* find_allocation(uintptr_t p) {
@@ -80,7 +80,7 @@ static Allocation* find_allocation(uintptr_t p) {
   auto it = all.lower_bound(p);
   return it != all.end() && p >= reinterpret_cast<uintptr_t>(it->second.p) ? &it->second : nullptr;
 }
-// the allocation that ends before or starts after p and is nearest, if any is near: for messages
+// The allocation nearest to p, for messages. Null: none is within 1 MiB.
 static Allocation* nearest_allocation(uintptr_t p) {
   const uintptr_t near = 1 << 20;
   auto& all = allocations;
@@ -118,7 +118,7 @@ EMU_API void* emu_alloc(size_t bytes) {  // null: out of memory
   return p;
 }
 
-static bool all_poison(const char* start, const char* end) {  // as fast as memcmp: the second byte equals the first, and so on
+static bool all_poison(const char* start, const char* end) {  // each byte equals the one before it; memcmp is fast
   if (start == end) return true;
   return static_cast<unsigned char>(*start) == POISON && !memcmp(start, start + 1, static_cast<size_t>(end - start) - 1);
 }
@@ -135,7 +135,7 @@ EMU_API void emu_free(void* p) {
   allocations.erase(reinterpret_cast<uintptr_t>(p) + (a->bytes ? a->bytes - 1 : 0));
 }
 
-// Memory that other processes share: kernels may use it, and nobody watches it.
+// Adopts memory that other processes share. Kernels may use it; the checker ignores it.
 EMU_API void emu_adopt(void* p, size_t bytes) {
   char* start = static_cast<char*>(p);
   allocations[reinterpret_cast<uintptr_t>(p) + bytes - 1] = Allocation{start - PAGE, bytes + 2 * PAGE, start, bytes, Shadow{}, nullptr};
@@ -143,7 +143,7 @@ EMU_API void emu_adopt(void* p, size_t bytes) {
 EMU_API void emu_disown(void* p, size_t bytes) { allocations.erase(reinterpret_cast<uintptr_t>(p) + bytes - 1); }
 
 static bool watched(const Allocation* a) { return a->shadow.cells && a->written; }
-// The checker is to watch this allocation; until the host or a kernel writes it, its contents are nothing.
+// Makes the checker watch this allocation. Its bytes count as uninitialised until the host or a kernel writes them.
 EMU_API int emu_watch(void* p) {
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   if (!a) return 0;
@@ -155,7 +155,7 @@ EMU_API void emu_host_wrote(void* p, size_t bytes) {
   if (a && watched(a)) memset(a->written + (static_cast<char*>(p) - a->p), 1, bytes);
 }
 
-// Its contents are nothing again, for a checker that watches it.
+// Fills it with poison. If the checker watches it, its bytes count as uninitialised again.
 EMU_API void emu_forget(void* p, size_t bytes) {
   Allocation* a = find_allocation(reinterpret_cast<uintptr_t>(p));
   memset(p, POISON, bytes);
@@ -163,7 +163,7 @@ EMU_API void emu_forget(void* p, size_t bytes) {
 }
 
 // ---- shared memory --------------------------------------------------------
-// Every thread of a block asks for the array of a declaration, and gets the same one.
+// Returns the shared array of a declaration (`site`): all threads of a block get the same one.
 EMU_API void* emu_shared_array(const void* site, size_t bytes, size_t align, int line) {
   Worker* w = current();
   for (const SharedArray& a : w->arrays)

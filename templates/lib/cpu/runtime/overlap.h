@@ -1,11 +1,12 @@
-// The checker's view of launches that overlap (griddepcontrol). A launch may begin once every block of the one ahead of it has let it
-// (griddepcontrol_launch_dependents) or has ended. Its threads know of nothing that the launches ahead did until one of them has waited, and the others
-// are ordered after that one: PTX makes the memory of prerequisite grids visible there, "to the current grid".
+// The checker's rules for launches that overlap. A launch may begin once every block of the previous one has called
+// griddepcontrol_launch_dependents or has ended. A thread may use all that earlier launches wrote once it has called griddepcontrol_wait,
+// or is ordered after a thread of its block that has: PTX makes the memory of prerequisite grids visible "to the current grid".
 //
-// Before that, a thread may use what was over when the launch could begin at the earliest. Launch n + 1 waits for n, which waits for
-// n - 1, and so on, so all before n is over once a block of n has waited; and n + 1 begins after that, where n lets it begin only then.
-// Of n itself a thread may read what n's threads wrote, passed a __threadfence, and had met with whoever let n + 1 begin. No manual
-// promises that; hardware does it, for the next launch begins because of what follows the fence.
+// Before that, a thread may use two things.
+// - What had ended when the launch could begin at the earliest. Each launch waits for the previous one. So once a block of launch n has
+//   waited, all launches before n have ended. If n calls griddepcontrol_launch_dependents only after its wait, n + 1 begins after that.
+// - What a thread of launch n wrote before a __threadfence, if the thread that lets n + 1 begin is ordered after that fence. No manual
+//   promises this. Hardware does it, because n + 1 begins as a consequence of what follows the fence.
 #pragma once
 
 static const EmuKernel* kernel_at(uint32_t tick) {
@@ -31,10 +32,10 @@ static void check_early_cell(Worker* w, const Access& a, const Cell& cell, uint6
          "too early: %u-byte %s of {buffer}, which {earlier} before it reads ({other}); this thread has not waited for that", a.bytes,
          a.kind());
 }
-// The plan says through which parameters a kernel reads or writes before it has waited.
+// Fails unless the plan says that the kernel uses this buffer before griddepcontrol_wait, through one of its parameters.
 static void check_early_use(Worker* w, const Access& a, const Allocation* buffer) {
   EmuLaunch* launch = w->launch;
-  uint64_t by = 0;  // parameters
+  uint64_t by = 0;  // a bit for each parameter that points into the buffer
   for (unsigned i = 0; i < launch->slot_count && i < 64; ++i)
     if (launch->kernel->parameters[i] == 'p' && launch->slots[i] - reinterpret_cast<uintptr_t>(buffer->p) < buffer->bytes) by |= 1ull << i;
   if (!(by & launch->early))
@@ -55,7 +56,7 @@ static void check_block_ended(Worker* w, const Lane* last) {
   if (!c.handed_over.empty() && c.handed_over.back().first == w->block_tick) c.handed_over.back().end = next_tick();
 }
 
-// The host has waited, or has copied something in between: all launches so far are over.
+// The host has waited for the device, or has copied something: all launches so far have ended.
 EMU_API void emu_settle() { checker.settled = next_tick(); }
 EMU_API void emu_griddepcontrol_wait() {
   Worker* w = current();

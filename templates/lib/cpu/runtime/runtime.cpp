@@ -1,4 +1,4 @@
-// The emulator's runtime, one translation unit: blocks, launches, and what happens when a kernel crashes.
+// The emulator's runtime, one translation unit: runs blocks and launches, and handles kernels that crash.
 #include <errno.h>
 #include <link.h>
 #include <pthread.h>
@@ -10,7 +10,7 @@
 #include "hooks.h"
 
 // ---- crashes --------------------------------------------------------------
-// A fault inside a kernel ends its block with an error; any other is handed on as if the handler had never been there.
+// A fault inside a kernel ends its block with an error. Any other fault has the effect that it has without this handler.
 static uintptr_t faulting_pc(const void* context) {
   const auto* u = static_cast<const ucontext_t*>(context);
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ static void on_crash(int signal_number, siginfo_t* info, void* context) {
     raise(signal_number);
     return;
   }
-  w->running = false;  // a fault in here is a bug of the runtime
+  w->running = false;  // a fault in this function is a bug of the runtime, not of the kernel
   const Checker& c = checker;
   Blame blame{current_lane(w)};
   const uintptr_t pc = faulting_pc(context);
@@ -49,10 +49,10 @@ static void on_crash(int signal_number, siginfo_t* info, void* context) {
        near->bytes);
 }
 
-class CrashHandlers {  // while a launch runs; the process's own come back after it
+class CrashHandlers {  // installed while a launch runs; then the process has its own handlers again
  public:
   CrashHandlers() {
-    static char* stack = map_pages(64 << 10, PROT_READ | PROT_WRITE);  // launches take turns
+    static char* stack = map_pages(64 << 10, PROT_READ | PROT_WRITE);  // one launch runs at a time
     stack_t ours{};
     ours.ss_sp = stack;
     ours.ss_size = 64 << 10;
@@ -110,7 +110,7 @@ static void begin_launch(Worker* w, EmuLaunch* launch) {
     warp.lanes[t % 32] = &lane;
   }
 }
-// Blocks in another order when shuffled: stepping by a number that shares no factor with their count.
+// The order of blocks with SHUFFLED: in steps that share no factor with the number of blocks.
 static unsigned shuffled_block(const EmuLaunch* launch, unsigned i, unsigned count) {
   uint64_t stride = launch->seed * 0x9e3779b97f4a7c15ull >> 33 | 1;
   auto gcd = [](uint64_t a, uint64_t b) {
@@ -177,7 +177,7 @@ struct Job {
   uint64_t deadline;  // in nanoseconds
 };
 static std::mutex& error_mutex = *new std::mutex;
-// Runs blocks until none is left, one fails, time is up, or `until` has passed. True: there is more to do.
+// Runs blocks until none is left, one fails, or it is `until` or the deadline. Returns whether blocks are left.
 static bool run_blocks(Job* job, uint64_t until) {
   EmuLaunch* launch = job->launch;
   Worker* w = this_worker();
@@ -203,10 +203,10 @@ static bool run_blocks(Job* job, uint64_t until) {
   return false;
 }
 
-// Helper threads sleep between launches; a launch wakes them only once it has proved long enough to be worth it.
+// Helper threads sleep between launches. A launch wakes them once it has taken longer than waking them takes.
 class Pool {
  public:
-  // pthreads rather than std::thread: these must never handle the process's signals, nor be joined when it ends
+  // pthreads instead of std::thread: helpers may not handle the process's signals, and are not joined when it ends
   void run(Job* job, unsigned helpers) {
     pthread_mutex_lock(&mutex_);
     while (started_ < helpers && start_helper()) ++started_;
@@ -268,7 +268,7 @@ class Pool {
   unsigned started_ = 0, wanted_ = 0, busy_ = 0;
   Job* job_ = nullptr;
 };
-static Pool* the_pool() {  // a forked child has none of its parent's threads
+static Pool* the_pool() {  // a new one in a forked child, which has no threads of its parent
   static Pool* pool = nullptr;
   static pid_t owner = 0;
   if (!pool || owner != getpid()) {
@@ -278,7 +278,7 @@ static Pool* the_pool() {  // a forked child has none of its parent's threads
   return pool;
 }
 
-// The address range of the library that a kernel lives in.
+// Finds the addresses of the library that holds a kernel.
 static int find_module(dl_phdr_info* info, size_t, void* data) {
   auto& c = checker;
   const uintptr_t kernel = *static_cast<uintptr_t*>(data);
@@ -298,9 +298,9 @@ static int find_module(dl_phdr_info* info, size_t, void* data) {
 }
 
 enum LaunchResult { FINISHED = 0, FAILED = 1, UNFINISHED = 2 };
-// Runs the launch from launch->next_block on. UNFINISHED: the time slice is over; call again to go on, with no other call between.
+// Runs the launch from launch->next_block on. UNFINISHED: the time slice has ended. The caller calls it again, with no other call between.
 EMU_API int emu_launch(EmuLaunch* launch) {
-  const uint64_t WORTH_HELPERS = 50000;  // ns: about what waking a thread costs
+  const uint64_t WORTH_HELPERS = 50000;  // ns; waking a thread takes about as long
   uintptr_t kernel = reinterpret_cast<uintptr_t>(launch->kernel);
   const Checker& c = checker;
   if (kernel < c.module_start || kernel >= c.module_end) dl_iterate_phdr(find_module, &kernel);
@@ -325,7 +325,7 @@ EMU_API int emu_launch(EmuLaunch* launch) {
   launch->next_block = std::min<unsigned>(job.next, job.count);
   int result = job.failed ? FAILED : launch->next_block < job.count ? UNFINISHED : FINISHED;
   if (result == FINISHED) {
-    // in every mode: a write past a buffer's end that its alignment padding has swallowed
+    // In every mode: a write into the padding behind a buffer faults nowhere, but changes the canary.
     for (unsigned i = 0; i < launch->slot_count && result == FINISHED; ++i) {
       if (launch->kernel->parameters[i] != 'p') continue;
       const Allocation* a = find_allocation(launch->slots[i]);
@@ -343,9 +343,9 @@ EMU_API int emu_launch(EmuLaunch* launch) {
 }
 
 // ---- ranks ----------------------------------------------------------------
-// Processes that share memory: each counts its collectives in a flag of its own, behind what it wrote before.
+// For processes that share memory. Each has a flag, and sets it to the number of its collectives; others then see what it wrote before.
 EMU_API void emu_signal(uint32_t* flag, uint32_t count) { __atomic_store_n(flag, count, __ATOMIC_RELEASE); }
-// Whether every flag, `stride` words apart, has come to `count` within `ms` milliseconds. Counts may wrap around.
+// Waits until every flag has reached `count`. Flags lie `stride` words apart. Returns 0 after `ms` milliseconds. Counts may wrap around.
 EMU_API int emu_wait(const uint32_t* flags, unsigned flag_count, unsigned stride, uint32_t count, unsigned ms) {
   const uint64_t SPIN = 50000, started = now(), stop = started + ms * 1000000ull;  // ns
   for (unsigned i = 0; i < flag_count;) {
@@ -358,7 +358,7 @@ EMU_API int emu_wait(const uint32_t* flags, unsigned flag_count, unsigned stride
     if (time - started < SPIN)
       sched_yield();
     else
-      usleep(50);  // the others need the processors
+      usleep(50);  // other processes need the processors
   }
   return 1;
 }

@@ -1,5 +1,5 @@
-// Which lane runs next, barriers, and what warps do together. A lane runs until it must wait; plain order then takes the next
-// lane of the warp, shuffled order any. A collective is performed by the last lane to arrive, for all of them.
+// The order of lanes, __syncthreads, and collectives of warps. A lane runs until it must wait. Then the next lane of the warp runs, or,
+// with SHUFFLED, a random one. The last lane to arrive at a collective performs it for all lanes.
 #pragma once
 #include <sched.h>
 #include <stdarg.h>
@@ -31,7 +31,7 @@ EMU_API void emu_fail(const char* what, int line) {
   fail(w, {current_lane(w), at_line(line)}, "%s", what);
 }
 
-// Nobody can run: say who waits where.
+// No lane can run: the error lists which lanes wait, and where.
 __attribute__((noinline, noreturn)) static void fail_stuck(Worker* w) {
   char text[600];
   int n = 0;
@@ -67,7 +67,7 @@ static inline unsigned pick(Worker* w, unsigned set, unsigned after) {
   const unsigned above = after < 31 ? set & ~((2u << after) - 1) : 0;
   return __builtin_ctz(above ? above : set);
 }
-static inline Lane* next_lane(Worker* w, const Lane* me) {  // null: nobody can run
+static inline Lane* next_lane(Worker* w, const Lane* me) {  // null: no lane can run
   Warp* warp = warp_of(me);
   const bool leave = (w->launch->flags & SHUFFLED) && (draw(w) & 7) == 0;
   if (warp->runnable && !leave) return warp->lanes[pick(w, warp->runnable, me->index)];
@@ -80,7 +80,7 @@ static inline Lane* next_lane(Worker* w, const Lane* me) {  // null: nobody can 
 // ---- fibers ---------------------------------------------------------------
 static void fiber_main();
 static inline char* stack_top(Worker* w, unsigned stack) {
-  // the tops differ in their low bits, or all hot stack lines would fall into the same cache sets
+  // The tops differ in their low bits. Otherwise, the used lines of all stacks would fall into the same cache sets.
   return w->stacks + (stack + 1) * STACK - stack * 7 % 61 * 64;
 }
 static inline void give_stack(Worker* w, Lane* lane) {
@@ -193,7 +193,7 @@ EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int oper
   Worker* w = current();
   const int lane = static_cast<int>(w->lane->index);
   const int first = lane & ~(width - 1),
-            last = lane | (width - 1);  // of the segment; reading outside it gives the lane's own value
+            last = lane | (width - 1);  // of the segment; a lane that reads outside it gets its own value
   int from = lane;
   switch (kind) {
     case EMU_FROM_LANE:
@@ -218,7 +218,7 @@ EMU_API unsigned emu_active_mask() {
   Worker* w = current();
   return warp_of(current_lane(w))->alive;
 }
-EMU_API void emu_yield() {  // lets others run, for loops that wait
+EMU_API void emu_yield() {  // for loops that wait: lets other lanes run
   Worker* w = current();
   Lane* me = current_lane(w);
   const unsigned others = w->ready_warps & ~(1u << warp_of(me)->index);
@@ -226,8 +226,8 @@ EMU_API void emu_yield() {  // lets others run, for loops that wait
   if (others) warp = &w->warps[pick(w, others, warp->index)];
   if (warp->runnable) resume(w, me, warp->lanes[pick(w, warp->runnable, me->index)]);
 }
-// For loops that wait for another process, whose threads may wait for any of this block's: all of these get their turn, one after
-// another, and now and then whoever else wants the processor does.
+// For loops that wait for another process, which may itself wait for any lane of this block: lets all lanes run in turn, and now and then
+// lets other processes run.
 EMU_API void emu_pause() {
   static thread_local unsigned calls = 0;
   Worker* w = current();
@@ -281,14 +281,14 @@ static void fiber_main() {
     Lane* next = end_lane(w);
     if (!next) break;
     if (next->sp) {
-      w->free_stacks.push_back(me->stack);  // still in use for the one push below, and by nobody else before that
+      w->free_stacks.push_back(me->stack);  // in use until emu_switch below has left it; no other lane takes it before
       w->lane = next;
       emu_switch(&me->sp, next->sp);
       abort();
     }
-    // a lane that has not begun runs on this very stack: a kernel without barriers never switches
+    // A lane that has not begun takes over this stack. So a kernel without barriers never switches stacks.
     next->stack = me->stack;
-    next->sp = me->sp;  // not null: begun
+    next->sp = me->sp;  // not null, so the lane counts as begun
     w->lane = next;
   }
   void* dead;

@@ -1,5 +1,5 @@
-// What the runtime knows while kernels run. A Worker is one OS thread and the block it is running; its lanes are the block's
-// CUDA threads, each on a fiber. Workers share nothing but the launch and the allocations.
+// The runtime's state while kernels run. A Worker is an OS thread and the block that it runs. Its lanes are the CUDA threads of the block,
+// each on a fiber. Workers share only the launch and the allocations.
 #pragma once
 #include <stdint.h>
 #include <time.h>
@@ -9,32 +9,32 @@
 #include "switch.h"
 
 static const size_t MAX_THREADS = 1024;
-static const size_t STATIC_LIMIT = 48 << 10;   // what CUDA allows without opting in
-static const size_t SHARED_LIMIT = 227 << 10;  // static and dynamic together: the largest of any GPU kdgen knows
-static const size_t RED_ZONE = 64;             // between shared arrays, so that an index one too far is nobody's
+static const size_t STATIC_LIMIT = 48 << 10;   // static shared memory that CUDA allows a block
+static const size_t SHARED_LIMIT = 227 << 10;  // static and dynamic shared memory of a block, on the GPU that allows most
+static const size_t RED_ZONE = 64;             // bytes between shared arrays: an index just behind an array is in no other array
 static const size_t STATIC_ARENA = 64 << 10;
-static const size_t DYNAMIC_START = STATIC_ARENA + 1024;  // aligned as the GPU side aligns it
+static const size_t DYNAMIC_START = STATIC_ARENA + 1024;  // a multiple of 1024, as on the GPU side
 static const size_t ARENA = DYNAMIC_START + SHARED_LIMIT + 4096;
 static const size_t STACK = 64 << 10;
 static const size_t PAGE = 4096;
 static const unsigned char POISON = 0xff;  // NaN as f32, f64 and bf16; -1 as an integer
 
-// A place in a kernel: 0 unknown, LINE_FLAG | source line, or the program counter's offset in the kernel's library.
+// A place in a kernel: 0 if unknown, LINE_FLAG | source line, or an offset in the kernel's library.
 typedef uint32_t Where;
 static const Where LINE_FLAG = 0x80000000u;
 static inline Where at_line(int line) { return LINE_FLAG | static_cast<Where>(line); }
 
-// OVERLAPS: on a GPU it may begin before the launch ahead of it has ended.
+// OVERLAPS: on a GPU, the launch may begin before the previous one has ended.
 enum LaunchFlags : uint32_t { SHUFFLED = 1, LATE_COPIES = 2, CHECK = 4, OVERLAPS = 8 };
 
-// Mirrored field for field in kdgen/backends/cpu.py.
+// kdgen/backends/cpu_runtime.py has the same fields in the same order.
 struct EmuError {
-  char text[1024];  // may hold {buffer}, {other} and {earlier}, for `buffer`, `other` and `earlier`
+  char text[1024];  // {buffer}, {other} and {earlier} in it stand for the fields of these names
   uint32_t block[3];
   uint32_t thread;
   Where where, other;
-  uint64_t buffer;   // the address of the allocation in question, or 0
-  uint64_t earlier;  // the EmuKernel of the earlier launch that `other` is a place in, or 0: this launch's
+  uint64_t buffer;   // the address of the allocation that the error is about, or 0
+  uint64_t earlier;  // if `other` is a place in an earlier launch, its EmuKernel; else 0
 };
 struct EmuLaunch {
   const EmuKernel* kernel;
@@ -46,11 +46,11 @@ struct EmuLaunch {
   uint32_t os_threads;
   uint32_t flags;
   uint64_t seed;
-  uint32_t slice_ms;    // return after about so long, so that the caller can be interrupted
+  uint32_t slice_ms;     // emu_launch returns after about so long, so that the caller can be interrupted
   uint32_t patience_ms;  // how long a block may wait for other processes
-  uint32_t next_block;  // in: where to go on; out: how far it came
-  uint64_t early;  // a bit a parameter: what may be read or written through it before the thread has waited for the previous kernel
-  uint64_t used_early;  // out, a bit a parameter: where that was done
+  uint32_t next_block;   // in: the first block to run; out: the first block that was not run
+  uint64_t early;        // a bit for each parameter: the kernel may use its buffer before griddepcontrol_wait
+  uint64_t used_early;   // out, a bit for each parameter: the kernel has done so
   EmuError error;
 };
 
@@ -65,7 +65,7 @@ struct CopyQueue {
   unsigned open = 0;             // copies since the last commit
 };
 
-struct BulkCopy {  // by one thread for all; an mbarrier counts its bytes
+struct BulkCopy {  // one thread starts it for the block; an mbarrier counts its bytes
   char* dst;
   const char* src;
   unsigned bytes;
@@ -74,16 +74,16 @@ struct BulkCopy {  // by one thread for all; an mbarrier counts its bytes
   int line;
 };
 
-struct Wgmma {  // one of a warp, from its call to its wait
+struct Wgmma {  // a warp's part of a wgmma, from its call to its wait
   EmuWgmma lanes[32];
   int line;
 };
 struct WgmmaQueue {
-  std::vector<Wgmma> pending;  // performed at the wait, or, without LATE_COPIES, at the call
-  std::vector<float> results;  // what their d held before, while poison stands in it: [d][lane][float]
+  std::vector<Wgmma> pending;  // called and not yet performed; with LATE_COPIES, the wait performs them
+  std::vector<float> results;  // what is in their d, [d][lane][float], while d itself holds poison
   unsigned issued = 0, committed = 0;
-  unsigned last_group = 0;  // of those committed, how many were before the last group
-  bool fenced = false;  // since registers could last be touched
+  unsigned last_group = 0;  // how many of the committed ones are not in the last group
+  bool fenced = false;      // wgmma_fence was called since the kernel could last use the registers
 };
 
 struct Warp : EmuWarp {
@@ -97,8 +97,8 @@ struct Warp : EmuWarp {
 };
 
 struct Lane : EmuLane {
-  void* sp;        // where to resume; null before its first instruction
-  unsigned stack;  // index of the stack it runs on
+  void* sp;        // stack pointer to resume with; null: the lane has not begun
+  unsigned stack;  // index of the stack that it runs on
   unsigned linear;
   // what it waits for
   unsigned mask;
@@ -107,14 +107,14 @@ struct Lane : EmuLane {
   EmuWarpStep step;
   const void* event;  // an mbarrier or a NamedBarrier
   // checker
-  uint32_t sync_tick;           // the last barrier or __syncwarp that it took part in
-  bool fenced;                  // __threadfence since its last write to global memory
-  CopyQueue* copies = nullptr;  // of this block, once it has any
-  uint32_t wgmma_fence_tick;    // fence_proxy_async
-  uint32_t fence_tick;          // its last __threadfence
-  bool waited;                  // for the previous kernel, itself or by being ordered after a thread that did
-  // What other threads did before these ticks is ordered before what this one does now, by mbarriers and barriers of warps; empty
-  // until it has waited for one.
+  uint32_t sync_tick;           // of its last barrier or __syncwarp
+  bool fenced;                  // it has called __threadfence since its last write to global memory
+  CopyQueue* copies = nullptr;  // its cp.async copies in this block; null: none so far
+  uint32_t wgmma_fence_tick;    // of its last fence_proxy_async
+  uint32_t fence_tick;          // of its last __threadfence
+  bool waited;                  // it, or a thread that it is ordered after, has called griddepcontrol_wait
+  // For each thread, a tick: what that thread did before it is ordered before this thread's next access, because of mbarriers and
+  // barriers of warps. Empty until this thread has waited for one.
   std::vector<uint32_t> known;
 };
 
@@ -125,18 +125,19 @@ struct SharedArray {
 };
 
 static const int WGMMA_K = 16, WGMMA_COLUMNS = 256;
-struct alignas(32) WgmmaOperands {  // widened, of one warp
+struct alignas(32) WgmmaOperands {  // of a warp, as floats
   float a[16][WGMMA_K], b[WGMMA_K][WGMMA_COLUMNS], d[WGMMA_COLUMNS];
 };
 
 struct NamedBarrier {
   unsigned threads = 0, arrived = 0, generation = 0;
 };
-// What arrivals at an mbarrier or a barrier of warps hand on: to those that wait for the next completion, and for the last one.
+// What threads that arrive at an mbarrier or at a barrier of warps pass to threads that wait for it: in the current phase (arriving), and
+// in the last completed one (completed).
 struct Handover {
   std::vector<uint32_t> arriving, completed;
-  bool arriving_waited = false, completed_waited = false;  // for the previous kernel
-  // of an mbarrier: by whom it was initialised, and when
+  bool arriving_waited = false, completed_waited = false;  // one of them has called griddepcontrol_wait
+  // of an mbarrier: the thread that initialised it, and when
   unsigned maker = 0;
   uint32_t made_tick = 0;
 };
@@ -148,11 +149,11 @@ struct Worker : EmuContext {
   unsigned threads, warp_count, alive, ready_warps;
   unsigned barrier_count;
   int barrier_line;
-  void* launcher_sp;  // the OS thread's own stack
+  void* launcher_sp;  // stack pointer of the OS thread itself
   bool running = false, failed = false;
   EmuError error;
   unsigned block_index;
-  uint64_t waiting_since;  // for other processes, in nanoseconds; 0: not yet
+  uint64_t waiting_since;  // when it began to wait for other processes, in nanoseconds; 0: it has not
   uint64_t random;
   char* stacks = nullptr;
   size_t stack_count = 0, stacks_used = 0;
@@ -162,12 +163,12 @@ struct Worker : EmuContext {
   std::vector<SharedArray> arrays;
   CopyQueue queues[MAX_THREADS];
   NamedBarrier named_barriers[16];
-  std::vector<BulkCopy> bulk_copies;  // that are still to be performed
+  std::vector<BulkCopy> bulk_copies;  // started and not yet performed
   WgmmaOperands wgmma_operands;
   std::map<const void*, Handover> handovers;  // checker
-  // checker: ticks count synchronisations
-  uint32_t block_tick, barrier_tick;
-  bool waited, allowed;  // some thread has waited for the previous kernel, and has let the next one begin
+  // checker; ticks count synchronisations
+  uint32_t block_tick, barrier_tick;  // of the block's start and of its last __syncthreads
+  bool waited, allowed;  // a thread has called griddepcontrol_wait; a thread has called griddepcontrol_launch_dependents
 };
 
 extern "C" {
@@ -190,7 +191,7 @@ static inline uint64_t draw(Worker* w) {  // xorshift64
   return w->random = x;
 }
 
-// Ends the block with an error: back to the launcher for good. The other fibers are abandoned where they stand.
+// Ends the block with an error: switches to the OS thread's own stack. No fiber of the block is resumed.
 struct Blame {
   const Lane* lane;
   Where where = 0, other = 0;
@@ -199,7 +200,7 @@ struct Blame {
 };
 __attribute__((noreturn, format(printf, 3, 4))) static void fail(Worker* w, const Blame& blame, const char* format, ...);
 
-// checker.h
+// defined in checker.h and overlap.h
 static void check_access(Worker* w, Lane* lane, uintptr_t p, unsigned bytes, bool write, Where where);
 static void check_copy_started(Worker* w, Lane* lane, const Copy& copy);
 static void check_copy_finished(Worker* w, Lane* lane, const Copy& copy);

@@ -1,5 +1,5 @@
-// Switching between fibers: save the callee-saved registers on the old stack, take the new one's. A few nanoseconds where it is
-// written out (x86-64, aarch64); elsewhere, or with -DEMU_UCONTEXT, ucontext, which makes system calls.
+// Switches between fibers: saves the callee-saved registers on the old stack and loads those of the new one. In assembly, for x86-64 and
+// aarch64, this takes a few nanoseconds. Other processors, and -DEMU_UCONTEXT, use ucontext, which makes system calls.
 #pragma once
 #include <stdint.h>
 
@@ -30,10 +30,10 @@ emu_switch:
   popq %rcx
   jmp *%rcx
 .size emu_switch,.-emu_switch
-)");  // pop and jmp, not ret: the return-address predictor would be wrong every time
+)");  // pop and jmp instead of ret, which the return-address predictor would always mispredict
 static inline void* prepare_stack(char* top, void (*entry)()) {
   void** sp = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t(15));
-  *--sp = nullptr;  // where a return address would be: the ABI wants rsp % 16 == 8 at entry
+  *--sp = nullptr;  // in the place of a return address: the ABI asks for rsp % 16 == 8 at entry
   *--sp = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; ++i) *--sp = nullptr;
   return sp;

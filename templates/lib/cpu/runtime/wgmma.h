@@ -1,12 +1,12 @@
-// wgmma. One warp's share of it, 16 rows, is performed for its 32 lanes at once: at the call (plain), or as late as the warp's wait,
-// with poison in its results meanwhile. The checker sees its operands read twice, at the call and when it is performed, since hardware
-// may read them at any time between; lane 0 stands for the warp.
+// wgmma. A warp's part, 16 rows, is performed for its 32 lanes at once. Without LATE_COPIES, the call performs it. With LATE_COPIES, the
+// warp's wait does, and results hold poison until then. Hardware may read operands at any time between the two, so the checker sees them
+// read twice, at the call and when it is performed, by lane 0 for the whole warp.
 #pragma once
 #include "barriers.h"
 
 typedef float WgmmaRow __attribute__((vector_size(32), aligned(32)));
 
-// 16 bytes of an operand; `at` is where they would lie in tiles without the swizzle, which exchanges them by bits of the address
+// The address of 16 bytes of an operand; `at` is where they would lie without the swizzle.
 static const char* wgmma_piece(Worker* w, uint64_t tile, uint64_t at) {
   const uint64_t linear = ((tile & 0x3fff) << 4) + at;
   return w->dynamic_shared + (linear ^ (linear >> 7 & 7) << 4);
@@ -14,8 +14,8 @@ static const char* wgmma_piece(Worker* w, uint64_t tile, uint64_t at) {
 static uint64_t next_rows(uint64_t tile) { return (tile >> 32 & 0x3fff) << 4; }
 static uint64_t next_tile(uint64_t tile) { return (tile >> 16 & 0x3fff) << 4; }
 
-// Calls visit(piece's address, row, column) for the 8 numbers of a matrix that lie side by side from there on: those of a row of 16,
-// or, by columns, of a row of `rows`.
+// Calls visit(address, row, column) for every 8 numbers of a matrix that lie side by side: 8 columns of a row, or, by columns, 8 rows of a
+// column.
 template <class Visit>
 static void visit_operand(Worker* w, uint64_t tile, int first_row, int rows, bool by_columns, Visit visit) {
   if (by_columns) {
@@ -67,7 +67,7 @@ static void perform(Worker* w, Warp* warp, const Wgmma& wgmma) {
       for (int i = 0; i < 8; ++i) b[k + i][column] = widen(p, i);
     });
   for (int row = 0; row < 16; ++row) {
-    // fragments: lane l has rows l/4 and l/4 + 8, and columns 2*(l%4) and the next of every 8
+    // In a fragment, lane l has rows l/4 and l/4 + 8, and of every 8 columns 2*(l%4) and the next one.
     const EmuWgmma* lanes = wgmma.lanes + row % 8 * 4;
     const int half = row / 8 * 2;
     for (int c = 0; c < columns; ++c) d[c] = m.accumulate ? lanes[c % 8 / 2].d[c / 8 * 4 + half + c % 2] : 0.0f;
@@ -86,7 +86,7 @@ static bool d_is_pending(const WgmmaQueue& queue, const float* d, size_t before)
     if (queue.pending[i].lanes[0].d == d) return true;
   return false;
 }
-// Exchanges what every pending d holds and what queue.results does, d by d in the order of their first use.
+// Exchanges the contents of every pending d and of queue.results, in the order in which each d was first used.
 template <class Exchange>
 static void for_pending_results(WgmmaQueue& queue, size_t from, Exchange exchange) {
   size_t at = 0;
@@ -130,7 +130,7 @@ static void wgmma_commit_step(EmuWarp* base, unsigned, int) {
   queue.last_group = queue.committed;
   queue.committed = queue.issued;
 }
-// Performs what the warp has issued, all of it or all but its last group.
+// Performs the wgmma that the warp has issued: all of them, or all but the last group.
 static void wait_for_wgmma(EmuWarp* base, int line, bool all) {
   Worker* w = current();
   Warp* warp = static_cast<Warp*>(base);
