@@ -22,8 +22,8 @@
 namespace attention_schedule {
 constexpr int GROUP = 4;       // token rows of a tile of heads
 constexpr int TILE = 64;       // keys; work is counted in tiles of them
-constexpr int START_COST = 4;  // as many tiles as take the time that the start with other rows takes
-constexpr int SPLIT_COST = 1;  // the same of the end of a split
+constexpr int START_COST = 4;  // the time that a block takes to start with other rows, in tiles
+constexpr int SPLIT_COST = 1;  // the time that the end of a split takes, in tiles
 constexpr int MAX_WORKERS = 132, WORKERS_PER_LANE = (MAX_WORKERS + 31) / 32;
 
 __device__ __forceinline__ int split_of(int position) {

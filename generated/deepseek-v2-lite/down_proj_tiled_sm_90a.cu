@@ -65,7 +65,7 @@ struct Inputs {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const int o = i * BLOCK + threadIdx.x, token = o / PIECES, piece = o % PIECES;
-      if (TOKENS * PIECES % BLOCK != 0 && token >= TOKENS) continue;
+      if (token >= TOKENS) continue;
       const int first = piece / 2 * 2, at = piece % 2 * 8;
       *reinterpret_cast<uint2*>(slot + swizzled(token, first) + at) = make_uint2(held[i].x, held[i].z);
       *reinterpret_cast<uint2*>(slot + swizzled(token, first + 1) + at) = make_uint2(held[i].y, held[i].w);
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   };
   load_fragments();
   inputs.store(shared, 0);
-  if (STAGES > 1) inputs.load(1);
+  inputs.load(1);
 
   float sum[TOKENS / 2];
   int stage = 0;

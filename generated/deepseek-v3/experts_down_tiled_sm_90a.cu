@@ -24,7 +24,8 @@
 namespace experts_down_tiled {
 constexpr int ROWS = 7168, COLS = 2048;      // outputs, inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
-constexpr int ASSIGNMENTS_PER_X_ROW = 1;     // TOP_K where x has token rows, 1 where it has assignments
+// TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
+constexpr int ASSIGNMENTS_PER_X_ROW = 1;
 constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
 constexpr int TOKENS = 64;  // of a tile at most

@@ -96,9 +96,9 @@ constexpr int SUMS = MAX_TOKENS / 8;
 struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
   union {
-    float partial[SUMS][WARPS][4]
-                 [32];  // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
-    struct {            // for up to 8 tokens
+    // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
+    float partial[SUMS][WARPS][4][32];
+    struct {  // for up to 8 tokens
       float partial_up_to_8[SUMS / 2][WARPS][4][32];
       uint4 exchange[WARPS][SUMS / 2 * 32];  // for InputLines
     };
@@ -331,8 +331,8 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
       uint2 now[STAGE_STEPS][TILES];
 #pragma unroll
       for (int i = 0; i < STAGE_STEPS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
-      load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                  STAGE_STEPS);  // after a tile's last stage, the next tile's first
+      // after a tile's last stage, the next tile's first
+      load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) * STAGE_STEPS);
       multiply_stage(now);
     }
 #pragma unroll
@@ -420,8 +420,6 @@ __device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[REGISTE
     float sum[4] = {};
 #pragma unroll 1
     for (int step = 0; step < WARP_STEPS; step += REGISTER_STEPS) {
-      if (REGISTER_STEPS < WARP_STEPS && (tile > 0 || step > 0))
-        load_experts(held, weight, first_expert, first_expert + experts, step);
 #pragma unroll
       for (int s = 0; s < REGISTER_STEPS; ++s) {
         if (BY_LINES && s % CHUNK_STEPS == 0) {

@@ -20,7 +20,7 @@
 
 namespace attention_schedule {
 constexpr int TILE = 64;       // keys; work is counted in tiles of them
-constexpr int SPLIT_COST = 1;  // as many tiles as take the time that the end of a split takes
+constexpr int SPLIT_COST = 1;  // the time that the end of a split takes, in tiles
 constexpr int MAX_WORKERS = 132, WORKERS_PER_LANE = (MAX_WORKERS + 31) / 32;
 
 __device__ __forceinline__ int split_of(int position) {

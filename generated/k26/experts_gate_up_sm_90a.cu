@@ -361,8 +361,8 @@ struct MultiPassStream {
 
 struct alignas(16) GroupShared {
   unsigned char ring[WARPS][SLOTS][STAGE_BYTES];
-  float partial[TOKEN_TILES][WARPS][4]
-               [32];  // of so many row tiles with up to 8 assignments, or of one with more
+  // sums of so many row tiles with up to 8 assignments, or of one with more
+  float partial[TOKEN_TILES][WARPS][4][32];
   Biases nibble_bias[WARPS];
 };
 struct alignas(16) Shared {

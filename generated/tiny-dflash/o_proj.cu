@@ -92,9 +92,9 @@ constexpr int SUMS = MAX_TOKENS / 8;
 struct Shared {
   uint4 ring[WARPS][SLOTS][STAGE_STEPS][32];
   union {
-    float partial[SUMS][WARPS][4]
-                 [32];  // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
-    struct {            // for up to 8 tokens
+    // the warps' sums of a row tile with MAX_TOKENS, or of several with fewer
+    float partial[SUMS][WARPS][4][32];
+    struct {  // for up to 8 tokens
       float partial_up_to_8[SUMS / 2][WARPS][4][32];
       uint4 exchange[WARPS][SUMS / 2 * 32];  // for InputLines
     };
@@ -253,8 +253,8 @@ __device__ __forceinline__ void multiply_up_to_8(Shared* shared, Stream& weights
   Inputs inputs(shared, x, count);
   int buffer = 0;
   for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
-    float before[(127 + BLOCK) /
-                 BLOCK];  // the numbers that sums are added to, loaded while weights are multiplied
+    // the numbers that sums are added to, loaded while weights are multiplied
+    float before[(127 + BLOCK) / BLOCK];
 #pragma unroll
     for (int k = 0; k * BLOCK < 128; ++k) {
       const int o = k * BLOCK + threadIdx.x, m = lane % 4 * 2 + o / 32 % 2,
@@ -334,8 +334,8 @@ __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const 
       uint2 now[STAGE_STEPS][TILES];
 #pragma unroll
       for (int i = 0; i < STAGE_STEPS * TILES; ++i) now[i / TILES][i % TILES] = inputs[i / TILES][i % TILES];
-      load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) *
-                  STAGE_STEPS);  // after a tile's last stage, the next tile's first
+      // after a tile's last stage, the next tile's first
+      load_inputs((stage + 1 == WARP_STAGES ? 0 : stage + 1) * STAGE_STEPS);
       multiply_stage(now);
     }
 #pragma unroll

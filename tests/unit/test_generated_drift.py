@@ -47,6 +47,18 @@ def test_formatted(plan: Plan) -> None:
 
 
 @EVERY
+def test_no_comment_makes_a_statement_break(plan: Plan) -> None:
+    """A comment behind a long statement makes clang-format break the statement, which is then hard to read: it goes before it."""
+    for path in sorted((GENERATED / plan.directory).glob("*.cu")):
+        lines = [line.split("//")[0].rstrip() for line in path.read_text().splitlines()]
+        commented = [i for i, line in enumerate(path.read_text().splitlines()) if "//" in line and lines[i]]
+        for i in commented:
+            before = lines[i - 1]
+            whole = not before or before.endswith((";", "{", "}", ":", ")", "else", ">")) or before.lstrip().startswith("#")
+            assert whole, f"{path.name}:{i}: {before} {lines[i].lstrip()}"
+
+
+@EVERY
 def test_recorded_resources(plan: Plan) -> None:
     """No kernel that is committed spills, uses local memory, or needs more shared memory than its architecture has."""
     recorded = json.loads((GENERATED / plan.directory / MANIFEST).read_text())["resources"]["archs"]
