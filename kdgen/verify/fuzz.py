@@ -226,7 +226,7 @@ def fuzz(
             outcomes.append(outcome)
             say(f"{len(outcomes)} of {count} models, {sum(bool(each.problem) for each in outcomes)} failed")
         for outcome in sorted((each for each in outcomes if each.problem), key=lambda each: each.case.seed):
-            say(f"model {outcome.case.seed} failed; making it smaller")
+            say(f"model {outcome.case.seed} failed; reducing it")
             smaller = outcome if given is not None or outcome.of_shipped else _shrink(workers, outcome)
             failures.append(_write_failure(smaller, save if not failures else None, backend_name))
     return _report(outcomes, failures, description, seed, perf_counter() - began)

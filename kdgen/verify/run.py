@@ -53,7 +53,7 @@ def verify(
         names_of_others = ", ".join(spec.name for spec in variants())
         notes.append(f"{names_of_others}: small models with the structures that {' and '.join(DEFAULT_SPECS)} lack")
     if not model_cases():
-        notes.append("no oracle cases were found: logits are held against the float64 reference (KDGEN_ORACLE_DIR names a folder)")
+        notes.append("no oracle cases were found: logits are compared with the float64 reference (KDGEN_ORACLE_DIR names a folder)")
     return make_report(checks, notes, perf_counter() - began)
 
 

@@ -91,7 +91,7 @@ def _died(task: Task, how: str) -> Check | None:
     if not how:
         return None
     if how.endswith(("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")):
-        raise KdgenError(f"the process that made the checks of {task.title} was {how}: --jobs 1 takes less memory, if that was short")
+        raise KdgenError(f"the process that made the checks of {task.title} was {how}: --jobs 1 needs less memory")
     return Check(
         task.title, "", "process", task.title, "cpu", "failed", why=f"the process that made these checks was {how}: a kernel crashed"
     )

@@ -18,7 +18,7 @@ def test_the_first_layer_and_position_are_named(layer: int, position: int) -> No
     spec = load_spec("tiny")
     weights = random_weights(spec, 0)
     cache = reference_of(spec, weights).forward(TOKENS).rows.astype(np.float32)
-    assert first_departure(spec, "f32", weights, TOKENS, cache).startswith("every layer's cache rows are the reference's")
+    assert first_departure(spec, "f32", weights, TOKENS, cache).startswith("all layers' cache rows agree with the reference")
     cache[layer, position, 1] += 1.0
     cache[layer + 1, 0] *= 2
     said = first_departure(spec, "f32", weights, TOKENS, cache)

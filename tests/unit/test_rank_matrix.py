@@ -50,7 +50,7 @@ def test_ranks_that_add_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lockstep.Team, "meet", reversed_parts)
     for engine in team.engines:
         engine.reset()
-    assert "in another way than rank after rank" in team.watched((lambda engine: engine.prefill(prompt),), weights).problem
+    assert "not added in the order of ranks" in team.watched((lambda engine: engine.prefill(prompt),), weights).problem
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
@@ -76,7 +76,7 @@ def test_a_lost_bias_is_seen() -> None:
     team_weights = {**weights, key: np.zeros_like(weights[key])}
     team = Team(biased, "f32", 3, LIMITS, team_weights)
     sums = team.watched((lambda engine: engine.prefill(prompt_of(biased)),), weights)
-    assert sums.problem.startswith("rank 0: the attention of layer 1 is added in another way")
+    assert sums.problem.startswith("rank 0: the attention of layer 1 is not added in the order of ranks")
 
 
 def test_processes_are_held_to_ranks_of_one_process() -> None:
@@ -100,9 +100,9 @@ class Inboxed:
 @pytest.mark.parametrize(
     ("at", "round_", "said"),
     [
-        ((1, 1, 0, 2), 2, "1 words in inbox_sum lie"),  # the other turn's
-        ((1, 1, 1, 3), 1, "1 words in inbox_sum lie"),  # of a row that no step has had
-        ((1, 0, 2), 3, "4 words in inbox_sum lie"),  # of a round that is yet to be
+        ((1, 1, 0, 2), 2, "1 words in inbox_sum are in another row or turn"),  # the other turn's
+        ((1, 1, 1, 3), 1, "1 words in inbox_sum are in another row or turn"),  # of a row that no step has had
+        ((1, 0, 2), 3, "4 words in inbox_sum are in another row or turn"),  # of a round that is yet to be
         ((0, 1, 0, 1), 0, ""),  # never sent: whoever sums these columns is sent no others
         ((...,), 0, "inbox_sum holds no word"),
     ],

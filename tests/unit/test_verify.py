@@ -150,7 +150,7 @@ def test_a_wrong_template_is_found_and_nothing_else(monkeypatch: pytest.MonkeyPa
         printed = f"FAILED {check['spec']} f32, {check['part']}, {check['name']} on {check['backend']}:\n  {check['why'].splitlines()[0]}"
         assert printed in result.stderr and "equal by bits" not in check["detail"]
     (logits,) = (check["why"] for check in bad if check["part"] == "logits")
-    assert re.search(r"more than \S+; .*layer 0 is the first whose cache row leaves the reference's, at position [0-9]+, by", logits)
+    assert re.search(r"more than \S+; .*layer 0 is the first whose cache row differs from the reference's, at position [0-9]+, by", logits)
     failed = {(check["part"], check["name"]) for check in bad}
     assert failed == {
         ("kernel", "rope_cache"),

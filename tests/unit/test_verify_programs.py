@@ -80,7 +80,7 @@ def test_an_early_use_that_is_never_made(monkeypatch: pytest.MonkeyPatch) -> Non
     def edit(plan: Plan) -> Plan:
         return replace(plan, kernels=tuple(replace(each, early=("residual",)) if each.name == "embed" else each for each in plan.kernels))
 
-    assert problem(monkeypatch, edit) == "embed may use residual before it waits for the previous kernel, and never did"
+    assert problem(monkeypatch, edit) == "embed may use residual before it waits for the previous kernel, but no launch does"
 
 
 def test_a_program_that_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_a_sender_waits_before_it_lets_the_next_kernel_begin() -> None:
     for each in senders:
         early = each.text.replace("  griddepcontrol_wait();", "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();", 1)
         (problem,) = text_problems([Rendered(each.kernel, early)])
-        assert problem.startswith(f"{each.kernel.name} sends, and lets the next kernel begin before")
+        assert problem.startswith(f"{each.kernel.name} sends results, but lets the next kernel start before")
 
 
 def test_comments_break_no_rule() -> None:

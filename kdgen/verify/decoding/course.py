@@ -92,7 +92,7 @@ def drafted_along(engine: Engine, course: Course, block_size: int, count: int) -
     """Draft a block behind each of the course's first ``count`` tokens, nothing having been committed but the course, token by token."""
     root = prefill(engine, course.prompt, sampling=course.sampling)
     if root != course.tokens[0]:
-        raise BackendError(f"the token after the prompt is {root}, and was {course.tokens[0]} before")
+        raise BackendError(f"the token after the prompt is {root}, but was {course.tokens[0]} before")
     depths, width = block_size - 1, min(MAX_CANDIDATES, engine.spec.vocab_size)
     shape = engine.backend.to_device(np.array([[depths, width, MAX_NODES - 1, 1]], np.int32), "i32")
     logits, candidates = [], []
@@ -160,7 +160,7 @@ def tree_steps(
     while known < len(truth) and truth[known - 1] not in stops:
         depths = min(block_size - 1, len(truth) - known - 1)
         proposal = drafter.propose([*prompt, *truth[:known]], depths)
-        assert not isinstance(proposal, DeviceDraftRequest), "the host cannot see what the device drafts; KnownDrafter can"
+        assert not isinstance(proposal, DeviceDraftRequest), "the host does not know what the device drafts; KnownDrafter does"
         budgets.append(chooser.choose() if proposal.depths else 0)
         path = accepted_of(proposal, budgets[-1], truth[known:])
         if proposal.depths:

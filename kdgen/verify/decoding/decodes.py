@@ -257,8 +257,8 @@ def _last_rows(engine: Engine, tokens: Sequence[int], chunk: int, plain: _Plain)
         part = tokens[at : at + chunk]
         root, row = engine.prefill(part), at + len(part) - 1
         if count := differing_bits(engine.logits(1)[0], plain.logits[row]):
-            return f"logits row {row}, the only one of its chunk, differs from plain decoding's in {count} elements"
-    return "" if root == plain.decoded.tokens[-1] else f"the token after the last is {root}"
+            return f"logits row {row}, the only one in its chunk, differs from plain decoding's in {count} elements"
+    return "" if root == plain.decoded.tokens[-1] else f"the token after the last one is {root}"
 
 
 def make_drafter(name: str, truth: Sequence[int], vocab_size: int, seed: int = 0) -> Drafter:
@@ -288,7 +288,7 @@ def _compare(engine: RecordingEngine, subject: Subject, situation: Situation, pl
         return tree, f"token {first} of {len(tree.tokens)} differs from plain decoding's; {_difference(engine, plain) or 'no row does'}"
     needed = len(subject.prompt) + len(tree.tokens) - 1
     if len(engine.logits) < needed:
-        return tree, f"{len(engine.logits)} rows are committed of {needed}"
+        return tree, f"{len(engine.logits)} rows are committed instead of {needed}"
     return tree, _difference(engine, plain)
 
 
@@ -310,7 +310,7 @@ def _by_rounds(rounds: Rounds, subject: Subject, tokens: tuple[int, ...], cache:
     turns = Turns(rounds.budgets)
     got = decode_rounds(rounds, Request(subject.prompt, len(tokens), sampling=sampling, chunk=9), lambda _: turns, ahead=1)
     if got.tokens != tokens:
-        return "other tokens than plain decoding's"
+        return "the tokens differ from plain decoding's"
     rows = rounds.engine.cache_rows()
     if rows.shape[1] != cache.shape[1]:
         return f"{rows.shape[1]} committed tokens are left instead of {cache.shape[1]}"
@@ -357,11 +357,11 @@ def _batched(engine: Engine, subject: Subject, plain: _Plain) -> str:
         for draft, step in zip(drafts, recorder.verify_many(drafts), strict=True):
             context[draft.sequence] += [*step.accepted[1:], step.next_token]
     if tuple(context[ours][done : done + len(expected)]) != expected:
-        return "other tokens than alone"
+        return "the tokens differ from those of the request alone"
     cache = engine.cache_rows(ours)
     for row, (logits, alone) in enumerate(zip(recorder.logits[ours], plain.logits, strict=False)):
         if (logits is not None and differing_bits(logits, alone)) or differing_bits(cache[:, row], plain.cache[:, row]):
-            return f"row {row} has other bits than alone"
+            return f"row {row} has other bits than in the request alone"
     return ""
 
 
@@ -376,7 +376,7 @@ def _sampled(engine: RecordingEngine, subject: Subject) -> str:
     for drafter in drafters:
         tree = decode_tree(engine, Request(subject.prompt, count, sampling=sampling, chunk=7, drafter=drafter, budget=15, block_size=8))
         if tree.tokens != decoded.tokens:
-            return f"other tokens than plain sampling, drafted by {drafter.name}"
+            return f"the tokens differ from plain sampling, with drafts by {drafter.name}"
         if problem := _difference(engine, drawn):
             return f"drafted by {drafter.name}: {problem}"
     return ""

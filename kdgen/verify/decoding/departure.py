@@ -33,10 +33,10 @@ def first_departure(
         error = np.nan_to_num(np.abs(ours - expected), nan=np.inf).max(axis=2) / scale
     far = error > _FAR[compute]
     if not far.any():
-        return "every layer's cache rows are the reference's: the fault lies behind the last layer's attention, or in the head"
+        return "all layers' cache rows agree with the reference: the error is after the last layer's attention, or in the head"
     layer = int(far.any(axis=1).argmax())
     position = int(far[layer].argmax())
     return (
-        f"layer {layer} is the first whose cache row leaves the reference's, at position {position}, by"
+        f"layer {layer} is the first whose cache row differs from the reference's, at position {position}, by"
         f" {error[layer, position]:.3g} of the row's size, where rounding makes less than {_FAR[compute]:g}"
     )

@@ -108,7 +108,7 @@ def check_exactness(
     error, tolerance = _error(spec, compute, weights, alone[0])
     problem = ""
     if not error <= tolerance and (compute == "f32" or bf16_too):
-        problem = f"logits are off the float64 reference's by {error:.3g}, more than {tolerance:.3g}; "
+        problem = f"logits differ from the float64 reference by {error:.3g}, more than {tolerance:.3g}; "
         problem += first_departure(spec, compute, weights, [*alone[0].prompt, *alone[0].tokens[:-1]], alone[0].cache)
     problem = problem or next((said for number, each in enumerate(alone) if (said := _misdrawn(number, situation, each))), "")
     together = _Together(engine, situation, alone)
@@ -216,7 +216,7 @@ class _Together:
         for number, taken in forwards.items() if not self.problem else ():
             needed = _forwards(engine, situation.requests[number], alone[number])
             if taken != needed:
-                self.problem, self.request = f"request {number}: {taken} forwards instead of {needed}, though its bits are right", number
+                self.problem, self.request = f"request {number}: {taken} forwards instead of {needed}, although its bits are right", number
                 return
 
 
@@ -238,7 +238,7 @@ def _difference(
         first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
         return f"token {first} of {len(expected)} differs, no row does"
     needed = len(alone.prompt) + len(expected) - 1
-    return "" if len(logits) >= needed else f"{len(logits)} rows are committed of {needed}"
+    return "" if len(logits) >= needed else f"{len(logits)} rows are committed instead of {needed}"
 
 
 def _level(engine: Engine, situation: Situation, alone: Sequence[Alone], found: _Together) -> tuple[str, str]:

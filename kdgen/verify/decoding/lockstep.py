@@ -151,7 +151,7 @@ class Sums:
         rows = len(self._expected[0])
         for rank, (got, expected) in enumerate(zip(self._residuals(rows), self._expected, strict=True)):
             if (count := differing_bits(got, expected)) and not self.problem:
-                self.problem = f"rank {rank}: {self._what} is added in another way than rank after rank, in {count} of {got.size} elements"
+                self.problem = f"rank {rank}: {self._what} is not added in the order of ranks, in {count} of {got.size} elements"
             self.seen += got.size
         self._expected = None
 

@@ -68,17 +68,17 @@ def observe(engine: Engine) -> Observed:
     plain = decode_plain(recorder, Request(prompt, NEW_TOKENS, chunk=1))
     logits, cache = np.stack(recorder.logits), recorder.cache_rows()
     if plain.tokens[0] != root or differing_bits(np.stack(whole), logits[:PROMPT_TOKENS]):
-        problem = "the prompt in one piece gives other bits than token by token (L3)"
+        problem = "the prompt in one chunk gives other bits than token by token (L3)"
     truth = (*prompt, *plain.tokens)
     for drafter, chunk in ((ReplayDrafter(truth, engine.spec.vocab_size, 0.2), 12), (DFlashDrafter(BLOCK), 64)):
         tree = decode_tree(recorder, Request(prompt, NEW_TOKENS, chunk=chunk, drafter=drafter, budget=BUDGET, block_size=BLOCK))
         if tree.tokens != plain.tokens:
-            problem = problem or f"other tokens than plain decoding, drafted by {drafter.name} (L1)"
+            problem = problem or f"the tokens differ from plain decoding, with drafts by {drafter.name} (L1)"
         problem = problem or _other_rows(recorder, logits, cache, f"drafted by {drafter.name} (L2)")
     rounds = Rounds(engine, block, (BUDGET,))
     got = decode_rounds(rounds, Request(prompt, NEW_TOKENS, chunk=9), lambda _: FixedBudget(BUDGET), ahead=1)
     if got.tokens != plain.tokens or differing_bits(engine.cache_rows(), cache):
-        problem = problem or "rounds give other tokens or cache rows than plain decoding (L1, L2)"
+        problem = problem or "the tokens or cache rows of rounds differ from plain decoding (L1, L2)"
     problem = problem or _in_company(engine, GREEDY, truth, logits, cache)
     drawn = decode_plain(recorder, Request(prompt, NEW_TOKENS, sampling=SAMPLING, chunk=8))
     drawn_logits, drawn_cache = np.stack(recorder.logits), recorder.cache_rows()
@@ -88,7 +88,7 @@ def observe(engine: Engine) -> Observed:
     problem = problem or _other_rows(recorder, drawn_logits, drawn_cache, "sampled, with trees (L5)")
     other = decode_rounds(rounds, Request(prompt, NEW_TOKENS, sampling=SAMPLING, chunk=9), lambda _: FixedBudget(BUDGET))
     if again.tokens != drawn.tokens or other.tokens != drawn.tokens:
-        problem = problem or "other tokens than plain sampling (L5)"
+        problem = problem or "the tokens differ from plain sampling (L5)"
     return Observed(logits, cache, plain.tokens, drawn.tokens, drawn_logits, features, drafts, candidates, problem)
 
 
@@ -100,15 +100,19 @@ def _in_company(engine: Engine, sampling: Sampling, truth: Sequence[int], logits
     for place in range(2):
         got, expected = engine.logits(2)[1], logits[PROMPT_TOKENS - 1 + place]
         if differing_bits(got, expected):
-            return f"row {PROMPT_TOKENS - 1 + place} has other logits than alone (L4)"
+            return f"row {PROMPT_TOKENS - 1 + place} has other logits than in the request alone (L4)"
         if token != truth[PROMPT_TOKENS + place]:
-            return f"token {place} is {token}, beside another sequence, instead of {truth[PROMPT_TOKENS + place]} (L4)"
+            return f"token {place} is, beside another sequence, {token} instead of {truth[PROMPT_TOKENS + place]} (L4)"
         _, token = engine.decode_many([0, 1])
-    return "" if not differing_bits(engine.cache_rows(1), cache[:, : engine.length(1)]) else "other cache rows than alone (L4)"
+    return (
+        ""
+        if not differing_bits(engine.cache_rows(1), cache[:, : engine.length(1)])
+        else "the cache rows differ from those of the request alone (L4)"
+    )
 
 
 def _other_rows(recorder: RecordingEngine, logits: Array, cache: Array, what: str) -> str:
     rows = min(len(recorder.logits), len(logits))
     if differing_bits(np.stack(recorder.logits[:rows]), logits[:rows]) or differing_bits(recorder.cache_rows()[:, :rows], cache[:, :rows]):
-        return f"other logits or cache rows than plain decoding, {what}"
+        return f"the logits or cache rows differ from plain decoding, {what}"
     return ""

@@ -96,7 +96,7 @@ def check_programs(model: Model, group: Group | None = None, exchange: Exchange 
         bits, ran = programs.bits, ", ".join(programs.engine.ran)
     except KdgenError as error:
         problem = str(error)
-    detail = "" if problem else f"{ran}: nothing is used before it is there; bits as in plain mode, token by token"
+    detail = "" if problem else f"{ran}: no thread uses data before they are ready; the bits are those of plain mode, token by token"
     status: Status = "failed" if problem else "ok"
     return Check(
         model.title, model.compute, "programs", "launches that overlap", backend.description, status, detail=detail, why=problem,
@@ -209,7 +209,7 @@ class _Programs:
             return f"no launch of {', '.join(left)}"
         for kernel in self.engine.plan.kernels:
             if unused := self._backend.unused_early(kernel.name):
-                return f"{kernel.name} may use {', '.join(unused)} before it waits for the previous kernel, and never did"
+                return f"{kernel.name} may use {', '.join(unused)} before it waits for the previous kernel, but no launch does"
         return ""
 
     def _difference(self, sequence: int, expected: _Expected) -> str:

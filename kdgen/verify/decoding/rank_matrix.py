@@ -61,7 +61,7 @@ def check_case(case: Case, weights: Mapping[str, Array]) -> tuple[str, float, fl
     problem = problem or _alike(found) or _chosen(found)
     error, tolerance = _logits_error(case, found, weights)
     if not error <= tolerance:
-        problem = problem or f"logits are off the float64 reference's by {error:.3g}"
+        problem = problem or f"logits differ from the float64 reference by {error:.3g}"
     return problem or _drafts(case, found[0], weights), error, tolerance, found
 
 
@@ -70,7 +70,7 @@ def _alike(found: Sequence[Observed]) -> str:
     for rank, each in enumerate(found[1:], 1):
         for name in ("tokens", "sampled", "cache", "features", "drafts", "candidates"):
             if np.asarray(getattr(each, name)).tobytes() != np.asarray(getattr(found[0], name)).tobytes():
-                return f"rank {rank} has other {name} than rank 0"
+                return f"rank {rank} has {name} that differ from rank 0's"
     return ""
 
 
@@ -79,7 +79,7 @@ def _chosen(found: Sequence[Observed]) -> str:
     whole, drawn = (np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("logits", "sampled_logits"))
     for place, token in enumerate(found[0].tokens):
         if token != (best := int(whole[PROMPT_TOKENS - 1 + place].argmax())):
-            return f"token {place} is {token}, and the largest of all ranks' logits is that of {best}"
+            return f"token {place} is {token}, but the largest of all ranks' logits is that of {best}"
     for place, token in enumerate(found[0].sampled):
         if not may_draw(drawn[PROMPT_TOKENS - 1 + place], SAMPLING, PROMPT_TOKENS + place, token):
             return f"sampled token {place}, {token}, is not what all ranks' logits give"
@@ -110,7 +110,7 @@ def _drafts(case: Case, found: Observed, weights: Mapping[str, Array]) -> str:
     drafter = ReferenceDrafter(draft, weights, weights["model.embed_tokens.weight"], weights[head])
     _, expected = drafter.block(drafter.extend(drafter.empty_cache(), found.features), found.tokens[0], BLOCK)
     error, tolerance = _error(case, found.drafts, expected, draft.num_hidden_layers + 1)
-    return "" if error <= tolerance else f"the drafter's logits are off the float64 reference's by {error:.3g}"
+    return "" if error <= tolerance else f"the drafter's logits differ from the float64 reference by {error:.3g}"
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,14 @@ def check_rank_matrix(wanted: Sequence[Case]) -> Iterator[Check]:
 
 def _other_bits(expected: Sequence[Seen], found: Sequence[Seen]) -> str:
     if len(expected) != len(found):
-        return f"{len(found)} ranks saw something, to be held to {len(expected)} in one process"
+        return f"{len(found)} ranks reported, but {len(expected)} ran in one process"
     for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         if theirs.problem:
             return f"rank {rank}: {theirs.problem}"
         names = (each.name for each in dataclasses.fields(Observed))
         for name, one, other in zip(names, ours.digests, theirs.digests, strict=False):
             if one != other:
-                return f"rank {rank} has other {name} than the same rank that gathers in one process"
+                return f"rank {rank} has {name} that differ from those of the same rank in one process"
     return ""
 
 

@@ -98,7 +98,7 @@ def _check_left_over_blocks(harness: Harness, blocks: int) -> None:
         rows = range(block, len(positions), blocks - len(positions))
         expected = [(row, p.splits.of(int(positions[row]))) for row in rows if row // long != 1]
         if [(item.row, item.begin_split) for item in items] != expected:
-            harness.findings.problem(f"a block that is left over has {items}, not the last splits (row, split) {expected}")
+            harness.findings.problem(f"a remaining block has {items} instead of the last splits (row, split) {expected}")
 
 
 def _check_most_items(harness: Harness, blocks: int) -> None:

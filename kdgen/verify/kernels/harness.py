@@ -64,7 +64,7 @@ class Findings:
             at = ", ".join(map(str, map(int, worst)))
             self.problem(
                 f"{what}[{at}] is {got[worst]} instead of {expected[worst]:.9g} (tolerance {tolerance[worst]:.2g});"
-                f" {int((~(error <= tolerance)).sum())} of {error.size} elements are off"
+                f" {int((~(error <= tolerance)).sum())} of {error.size} elements are wrong"
             )
 
     def equal(self, what: str, got: Array, expected: Array) -> None:

@@ -90,5 +90,5 @@ def words_out_of_place(engine: Engine) -> str:
         if not rounds.any():
             return f"{inbox.name} holds no word"
         if wrong := int(((rounds != 0) & ((rounds % 2 != turn) | (rounds > last[:, None]))).sum()):
-            return f"{wrong} words in {inbox.name} lie where no round of their row and turn has them"
+            return f"{wrong} words in {inbox.name} are in another row or turn than their round's"
     return ""

@@ -24,7 +24,7 @@ def text_problems(kernels: Sequence[Rendered]) -> list[str]:
             if used := pattern.search(code):
                 found.append(f"{rendered.kernel.name} uses the {rule} {used[0].rstrip('( ')}")
         if sends(rendered.kernel) and not _waits_first(code):
-            found.append(f"{rendered.kernel.name} sends, and lets the next kernel begin before it has waited for the previous one")
+            found.append(f"{rendered.kernel.name} sends results, but lets the next kernel start before its own wait")
     return found
 
 

@@ -62,7 +62,7 @@ def oracle_dir() -> Path | None:
     """$KDGEN_ORACLE_DIR, else the source checkout's copy, else None. Raises KdgenError when the variable names no folder."""
     if chosen := os.environ.get(VARIABLE):
         if not Path(chosen).is_dir():
-            raise KdgenError(f"{VARIABLE}={chosen} is no folder: point it at a folder of oracle cases, or unset it")
+            raise KdgenError(f"{VARIABLE}={chosen} is not a folder: set it to a folder of oracle cases, or unset it")
         return Path(chosen)
     return checkout_folder("tests/oracle/data")
 

@@ -64,7 +64,10 @@ def requests_together(backend: Backend, title: str, spec: Spec, plan: Plan, say:
     began = perf_counter()
     try:
         found = check_exactness(backend, spec, compute, _situation(spec, plan), bf16_too=True, family=plan.family)
-        detail = f"{found.requests} as each alone, logits and cache rows by bits (L1 to L5); {found.accepted} drafts accepted"
+        detail = (
+            f"{found.requests} requests, each with the bits of the request alone: logits and cache rows (L1 to L5);"
+            f" {found.accepted} drafts accepted"
+        )
         figures: tuple[float | None, float | None] = finite(found.error), found.tolerance
         problem, bits = found.problem, found.bits
     except BackendError as error:

@@ -34,7 +34,7 @@ def kernels_alone(backend: Backend, spec: Spec, plan: Plan, size: Size, tokens: 
     say(f"{title} {plan.compute}: compiling {len(plan.kernels)} kernels")
     problems = text_problems(load_kernels(backend, plan))
     status: Status = "failed" if problems else "ok"
-    detail = "" if problems else "nothing atomic, no inexact function"
+    detail = "" if problems else "no atomic operation, no inexact function"
     yield Check(title, plan.compute, "kernel", "texts", "text", status, detail=detail, why="; ".join(problems[:3]))
     for kernel in plan.kernels:
         say(f"{title} {plan.compute}: kernel {kernel.name}")
@@ -81,7 +81,9 @@ def kernels_under_checker(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
         yield _as_check(title, plan.compute, "checker", backend, check, check.template, seconds / len(bad))
     if not bad:
         ranks = "" if plan.shard.whole else f" of {plan.shard.ranks} ranks"
-        detail = f"{len(found)} kernels{ranks}: no race, no uninitialised, misaligned or stray access, no missing wait; results as above"
+        detail = (
+            f"{len(found)} kernels{ranks}: no race, no uninitialised, misaligned or out-of-bounds access, no missing wait; the same results"
+        )
         bits = sum(check.bits for check in found)
         yield Check(title, plan.compute, "checker", "all kernels", backend.description, "ok", detail=detail, seconds=seconds, bits=bits)
 

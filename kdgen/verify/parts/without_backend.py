@@ -62,7 +62,7 @@ def generated_files(spec: Spec, plan: Plan, say: Say) -> Iterator[Check]:
 
     root = checkout_folder("generated")
     if root is None:
-        yield check(False, False, why="no source checkout, neither around the package nor in the working directory")
+        yield check(False, False, why="no source checkout around the package or in the current folder")
         return
     try:
         shipped = load_spec(spec.name)

@@ -63,7 +63,7 @@ def measured_costs(situation: Situation) -> tuple[str, str]:
                 return f"measuring {what} begins or ends with {wrong[0]} committed tokens and the root {wrong[1]} instead of {state}", ""
     finally:
         backend.before = lambda: None
-    return "", "seconds of rounds and steps are those of the rank by which all go; nothing that was measured is left committed"
+    return "", "seconds of rounds and steps are those of rank 0; measuring leaves no tokens committed"
 
 
 def _state(engine: Engine) -> tuple[list[int], list[int]]:
@@ -102,7 +102,7 @@ def chosen_budgets(situation: Situation) -> tuple[str, str]:
         wanted = prepared.truth(), steps.accepted, steps.budgets, 0 if number else 5 * len(BUDGETS)
         if (found := (got.tokens, got.acceptance_lengths, got.budgets, backend.timed - before)) != wanted:
             return f"request {number}, budgets by measured steps: tokens, accepted, budgets, measurements {found} instead of {wanted}", ""
-    return "", f"{2 * len(requests)} requests: each round and step has the budget that follows from what was measured once"
+    return "", f"{2 * len(requests)} requests: each round and step has the budget that follows from the measured times"
 
 
 def automatic_budgets() -> Check:
@@ -124,7 +124,7 @@ def automatic_budgets() -> Check:
             spent, tokens = spent + costs[budget], tokens + len(nodes)
         fixed = min(costs[budget] / (1 + sum(node <= budget for node in path)) for budget in BUDGETS)
         if abs(fixed - costs[best] / (1 + sum(node <= best for node in path))) > 1e-9 or not spent / tokens <= 1.05 * fixed:
-            problems.append(f"a {name} draft: {spent / tokens:.3f} s a token instead of {fixed:.3f}, which a budget of {best} takes")
+            problems.append(f"a {name} draft takes {spent / tokens:.3f} s a token instead of {fixed:.3f}, which a budget of {best} takes")
     status: Status = "failed" if problems else "ok"
     detail = "" if problems else "within 5 % of the best fixed budget for drafts that are useless, short, long and wide"
     return Check(

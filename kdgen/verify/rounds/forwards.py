@@ -51,7 +51,7 @@ def forwards_of_trees(situation: Situation) -> tuple[str, str]:
         got = decode_tree(engine, Request(course.prompt, NEW_TOKENS, drafter=drafter, budget=budget, block_size=size))
         if (got.tokens, got.acceptance_lengths, got.target_forwards) != (course.tokens[:NEW_TOKENS], lengths, len(lengths)):
             return f"a drafter {name}: {got.target_forwards} forwards accept {got.acceptance_lengths} instead of {lengths}", ""
-    return "", f"{len(tests)} drafters: so many forwards, and tokens of each, as foretold"
+    return "", f"{len(tests)} drafters: forwards, and tokens of each forward, as expected"
 
 
 def forwards_of_a_batch(situation: Situation) -> tuple[str, str]:
@@ -81,12 +81,12 @@ def forwards_of_a_batch(situation: Situation) -> tuple[str, str]:
             if found.tokens != tokens:
                 return f"{who}: tokens {found.tokens} instead of {tokens}", ""
             if found.forwards != forwards:
-                return f"{who}: {found.forwards} forwards instead of {forwards}, though its tokens are right", ""
+                return f"{who}: {found.forwards} forwards instead of {forwards}, although its tokens are right", ""
         ends = itertools.accumulate(len(request.prompt) for request in requests)  # a prompt begins in the step in which the last one ends
         needed = max(-(-end // room) + forwards for end, (_, forwards) in zip(ends, wanted, strict=True))
         if not chunk and taken != needed:
             return f"{len(asked)} requests whose prompts are not cut: {taken} steps instead of {needed}", ""
-    return "", f"{sum(map(len, groups))} requests, three at a time: each takes the forwards that it takes alone, and prompts fill steps"
+    return "", f"{sum(map(len, groups))} requests, three at a time: each has as many forwards as alone, and prompts fill steps"
 
 
 def _steps_together(engine: Engine, requests: Sequence[Request]) -> tuple[list[Finished], int]:
@@ -134,9 +134,9 @@ def prompt_lookup() -> Check:
         got = [[(int(t), s) for t, s in zip(row, of, strict=True) if s] for row, of in zip(found.tokens, shares, strict=True)]
         same = [[t for t, _ in row] for row in got] == [[t for t, _ in row] for row in wanted]
         if not same or not np.allclose([s for row in got for _, s in row], [s for row in wanted for _, s in row], rtol=0, atol=1e-6):
-            problems.append(f"behind {context}: {got} instead of {wanted}")
+            problems.append(f"after {context}: {got} instead of {wanted}")
     status: Status = "failed" if problems else "ok"
-    detail = "" if problems else "the longest suffix that stands earlier, and the last of its places first"
+    detail = "" if problems else "the longest suffix that occurs earlier, and its last occurrence first"
     return Check(
         "any model", "f32", "rounds", "what prompt lookup proposes", "host", status, detail=detail, why="; ".join(problems),
         seconds=perf_counter() - began,

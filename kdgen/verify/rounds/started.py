@@ -45,14 +45,14 @@ def budgets_in_turn(situation: Situation) -> tuple[str, str]:
         runs += [(first, DeviceDraftRequest(2, situation.size), (7,), 1), (second, None, (0,), 1)]
         runs += [(second, situation.block, (7, 0, 15), ahead) for ahead in situation.aheads]
     problem = next((said for run in runs if (said := situation.rounds(*run))), "")
-    return problem, f"{len(runs)} decodes: tokens, cache bits, forwards, rounds, nodes, log-probabilities and units recorded as foretold"
+    return problem, f"{len(runs)} decodes: tokens, cache bits, forwards, rounds, nodes, log-probabilities and units recorded as expected"
 
 
 def drawn_tokens(situation: Situation) -> tuple[str, str]:
     for sampling, ahead in zip(SAMPLINGS, (1, 0, 1), strict=True):
         if problem := situation.rounds(situation.prepared(situation.subject.prompts[0], sampling), situation.block, (63, 7, 0), ahead):
             return problem, ""
-    return "", f"{len(SAMPLINGS)} ways, with seeds beyond 2^31 and 2^63: all as foretold from plain sampling"
+    return "", f"{len(SAMPLINGS)} ways, with seeds beyond 2^31 and 2^63: all as expected from plain sampling"
 
 
 def stops_everywhere(situation: Situation) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def stops_everywhere(situation: Situation) -> tuple[str, str]:
             places += 1
             if problem := situation.rounds(prepared, situation.block, (15, 63), place % 2, frozenset((token,))):
                 return f"stop after token {place}: {problem}", ""
-    return "", f"{places} places: ends there, and so many rounds are started and thrown away as foretold"
+    return "", f"{places} places: decoding ends there, and starts and discards as many rounds as expected"
 
 
 def to_the_end(situation: Situation) -> tuple[str, str]:
@@ -79,7 +79,7 @@ def to_the_end(situation: Situation) -> tuple[str, str]:
             block = short if room == 8 else situation.block
             if problem := situation.rounds(prepared, block, (63, 7), ahead, engine=engine, new_tokens=100):
                 return f"{room} tokens before the context's end: {problem}", ""
-    return "", f"{', '.join(str(room) for room, _ in rooms)} tokens of room: filled to the last, no round more or fewer than foretold"
+    return "", f"{', '.join(str(room) for room, _ in rooms)} tokens of room: filled to the last one, with as many rounds as expected"
 
 
 def one_decoder(situation: Situation) -> tuple[str, str]:
