@@ -47,6 +47,10 @@ class BackendError(KdgenError):
     """A backend cannot run here (no GPU, no C++ compiler, out of memory) or a launch failed."""
 
 
+class PagesError(KdgenError):
+    """The pool has too few pages of the cache for what a step would write."""
+
+
 class LogitsError(KdgenError):
     """Logits hold a NaN or an infinity, so that no token can be chosen. ``sequence`` is the engine's number, ``position`` the token's."""
 

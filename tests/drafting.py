@@ -63,6 +63,7 @@ class FedDrafter:
         for at in range(0, len(features), most):
             part = features[at : at + most]
             self.length += len(part)
+            engine.reserve(0, self.length)
             engine._write_step([0])
             engine._write("step_begin", np.array([0, len(part)], np.int32))
             engine._write("sequence_length", np.array([self.length], np.int32))
@@ -84,6 +85,6 @@ class FedDrafter:
         """(keys, values) of the committed tokens, both [layers, key heads, T, head_dim]."""
         draft = self.engine.spec.draft
         assert draft is not None
-        rows = self.engine.read("draft_cache")[:, 0, : self.length].astype(np.float32)
+        rows = self.engine.draft_rows().astype(np.float32)
         rows = rows.reshape(len(rows), self.length, 2, draft.num_key_value_heads, draft.head_dim)
         return rows[:, :, 0].swapaxes(1, 2), rows[:, :, 1].swapaxes(1, 2)

@@ -5,18 +5,19 @@
 // Block: 128 threads, 0 bytes of dynamic shared memory.
 // Programs: draft; in draft after draft_kv_proj and before draft_attention.
 // Arguments:
-//   num_tokens        const int*    num_tokens [1] int32
-//   row_sequence      const int*    row_sequence [rows] int32
-//   row_position      const int*    row_position [rows] int32
-//   kv                const float*  draft_kv [rows][2048] float32
-//   q                 const float*  draft_q [8 sequences][8192] float32
-//   q_norm            const float*  draft_q_norm [128] float32
-//   k_norm            const float*  draft_k_norm [128] float32
-//   cos_table         const float*  draft_cos_table [context + 64][64] float32
-//   sin_table         const float*  draft_sin_table [context + 64][64] float32
-//   draft_cache       bf16*         draft_cache [sequences][context + 64][2048] bfloat16, of this layer
-//   query             bf16*         draft_query [8 sequences][8192] bfloat16
-//   context_capacity  int           set by the plan
+//   num_tokens      const int*    num_tokens [1] int32
+//   row_sequence    const int*    row_sequence [rows] int32
+//   row_position    const int*    row_position [rows] int32
+//   kv              const float*  draft_kv [rows][2048] float32
+//   q               const float*  draft_q [8 sequences][8192] float32
+//   q_norm          const float*  draft_q_norm [128] float32
+//   k_norm          const float*  draft_k_norm [128] float32
+//   cos_table       const float*  draft_cos_table [context + 64][64] float32
+//   sin_table       const float*  draft_sin_table [context + 64][64] float32
+//   draft_cache     bf16*         draft_cache [65 sequences][64][2048] bfloat16, of this layer
+//   query           bf16*         draft_query [8 sequences][8192] bfloat16
+//   page_table      const int*    page_table [sequences][by context] int32
+//   sequence_pages  int           set by the plan
 
 // Norms and rotates the drafter's heads, one warp for each. RMSNorm is over the numbers of a head. The whole head
 // is rotated by the row's position; the numbers of a pair lie half a head apart. Keys and values go to the row's
@@ -32,6 +33,13 @@ constexpr float EPS = 0x1.4f8b58p-17f /* 1e-05 */;
 constexpr int BLOCK = 128;
 constexpr int BLOCKS_PER_SM = 8;   // the registers that this leaves are enough not to spill
 constexpr int WARPS = BLOCK / 32;  // heads of a block
+constexpr int PAGE_SLOTS = 64;     // slots of a page
+
+// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
 constexpr int QUERY_HEADS = 64;
 
 __device__ __forceinline__ void norm_and_rotate(const float* head, const float* weight, const float* cos_row,
@@ -52,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
                       const float* kv, const float* q, const float* __restrict__ q_norm,
                       const float* __restrict__ k_norm, const float* __restrict__ cos_table,
                       const float* __restrict__ sin_table, bf16* draft_cache, bf16* query,
-                      int context_capacity) {
+                      const int* __restrict__ page_table, int sequence_pages) {
   begin_after_previous_kernel();
   const int token_row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / 32;
   if (token_row >= *num_tokens) return;
@@ -62,8 +70,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   if (head < KEY_HEADS) {
     const float* keys = kv + (size_t)token_row * CACHE_ROW + head * HEAD;
     const float* values = keys + KEY_HEADS * HEAD;
-    const size_t slot = (size_t)row_sequence[token_row] * context_capacity + position;
-    bf16* out = draft_cache + slot * CACHE_ROW + head * HEAD;
+    bf16* page =
+        page_of<CACHE_ROW>(draft_cache, page_table + row_sequence[token_row] * sequence_pages, position);
+    bf16* out = page + position % PAGE_SLOTS * CACHE_ROW + head * HEAD;
     norm_and_rotate(keys, k_norm, cos_row, sin_row, out);
     for (int i = threadIdx.x % 32; i < HEAD; i += 32) out[KEY_HEADS * HEAD + i] = from_float<bf16>(values[i]);
   } else if (head < KEY_HEADS + QUERY_HEADS) {

@@ -5,18 +5,19 @@
 // Block: 128 threads, 96896 bytes of dynamic shared memory.
 // Programs: prefill, decode, verify; in decode after w_uk_absorb_few and before mla_combine.
 // Arguments:
-//   num_tokens        const int*   num_tokens [1] int32
-//   row_sequence      const int*   row_sequence [rows] int32
-//   row_position      const int*   row_position [rows] int32
-//   row_prefix        const int*   row_prefix [rows] int32
-//   row_path          const int*   row_path [rows][16] int32
-//   query             const bf16*  query [rows][64][576] bfloat16
-//   kv_cache          const bf16*  kv_cache [sequences][context + 64][576] bfloat16, of this layer
-//   split_values      float*       split_values [rows][by context][64][512] float32
-//   split_max         float*       split_max [rows][by context][64] float32
-//   split_sum         float*       split_sum [rows][by context][64] float32
-//   context_capacity  int          set by the plan
-//   max_splits        int          set by the plan
+//   num_tokens      const int*   num_tokens [1] int32
+//   row_sequence    const int*   row_sequence [rows] int32
+//   row_position    const int*   row_position [rows] int32
+//   row_prefix      const int*   row_prefix [rows] int32
+//   row_path        const int*   row_path [rows][16] int32
+//   query           const bf16*  query [rows][64][576] bfloat16
+//   kv_cache        const bf16*  kv_cache [65 sequences][64][576] bfloat16, of this layer
+//   split_values    float*       split_values [rows][by context][64][512] float32
+//   split_max       float*       split_max [rows][by context][64] float32
+//   split_sum       float*       split_sum [rows][by context][64] float32
+//   page_table      const int*   page_table [sequences][by context] int32
+//   sequence_pages  int          set by the plan
+//   max_splits      int          set by the plan
 
 // Absorbed MLA attention on tensor cores. A block has one token row, 16 heads and one split of the keys; the heads
 // are the m16 operand.
@@ -43,6 +44,13 @@ constexpr int SHARED_ROW = ROW + 8;        // 16 more bytes for each row spread 
 constexpr int VALUE_TILES = KV_LORA / 16;  // of 16 columns; warps take them in turn
 constexpr int WARP_VALUE_TILES = (VALUE_TILES + WARPS - 1) / WARPS;
 constexpr int P_ROW = TILE + 8;
+constexpr int PAGE_SLOTS = 64;  // slots of a page
+
+// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
 
 struct Shared {
   bf16 query[16][SHARED_ROW];
@@ -56,8 +64,8 @@ static_assert(sizeof(Shared) == 96896, "the plan launches with this many bytes")
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
                   const int* row_prefix, const int* row_path, const bf16* query, const bf16* kv_cache,
-                  float* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits) {
+                  float* split_values, float* split_max, float* split_sum, const int* __restrict__ page_table,
+                  int sequence_pages, int max_splits) {
   begin_after_previous_kernel();
   SHARED_DYNAMIC(Shared, shared);
   const int token_row = blockIdx.x, first_head = blockIdx.y * 16, split = blockIdx.z;
@@ -68,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   if (first_key > last_key) return;
   const int prefix = row_prefix[token_row];
   const int* path = row_path + token_row * MAX_PATH;
-  const bf16* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW;
+  const int* pages = page_table + row_sequence[token_row] * sequence_pages;
 
   auto load_keys = [&](int tile_key, int stage) {
     for (int c = threadIdx.x; c < TILE * (ROW / 8); c += BLOCK) {
@@ -77,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
       const bool visible = position < end_key;
       int slot = 0;
       if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
-      cp_async_16(&shared->key[stage][row][column], cache + (size_t)slot * ROW + column, visible);
+      const bf16* key = page_of<ROW>(kv_cache, pages, slot) + slot % PAGE_SLOTS * ROW;
+      cp_async_16(&shared->key[stage][row][column], key + column, visible);
     }
   };
   for (int c = threadIdx.x; c < 16 * (ROW / 8); c += BLOCK) {

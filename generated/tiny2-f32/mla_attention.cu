@@ -5,18 +5,19 @@
 // Block: 64 threads, 0 bytes of dynamic shared memory.
 // Programs: prefill, decode, verify; in decode after w_uk_absorb and before mla_combine.
 // Arguments:
-//   num_tokens        const int*    num_tokens [1] int32
-//   row_sequence      const int*    row_sequence [rows] int32
-//   row_position      const int*    row_position [rows] int32
-//   row_prefix        const int*    row_prefix [rows] int32
-//   row_path          const int*    row_path [rows][16] int32
-//   query             const float*  query [rows][6][80] float32
-//   kv_cache          const float*  kv_cache [sequences][context + 64][80] float32, of this layer
-//   split_values      float*        split_values [rows][by context][6][48] float32
-//   split_max         float*        split_max [rows][by context][6] float32
-//   split_sum         float*        split_sum [rows][by context][6] float32
-//   context_capacity  int           set by the plan
-//   max_splits        int           set by the plan
+//   num_tokens      const int*    num_tokens [1] int32
+//   row_sequence    const int*    row_sequence [rows] int32
+//   row_position    const int*    row_position [rows] int32
+//   row_prefix      const int*    row_prefix [rows] int32
+//   row_path        const int*    row_path [rows][16] int32
+//   query           const float*  query [rows][6][80] float32
+//   kv_cache        const float*  kv_cache [65 sequences][64][80] float32, of this layer
+//   split_values    float*        split_values [rows][by context][6][48] float32
+//   split_max       float*        split_max [rows][by context][6] float32
+//   split_sum       float*        split_sum [rows][by context][6] float32
+//   page_table      const int*    page_table [sequences][by context] int32
+//   sequence_pages  int           set by the plan
+//   max_splits      int           set by the plan
 
 // Absorbed MLA attention in float32, for any dims. A block has one token row, head and split of the keys.
 // Keys are read in the order of their positions. Those before the row's prefix lie in the cache by position; later ones
@@ -35,12 +36,19 @@ constexpr float SCALE = 0x1p-3f /* 0.125 */;
 constexpr int BLOCK = 64;
 constexpr int BLOCKS_PER_SM = 4;  // the registers that this leaves are enough not to spill
 constexpr int VALUES = (KV_LORA + BLOCK - 1) / BLOCK;  // value columns of a thread
+constexpr int PAGE_SLOTS = 64;                         // slots of a page
+
+// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     mla_attention(const int* num_tokens, const int* row_sequence, const int* row_position,
                   const int* row_prefix, const int* row_path, const float* query, const float* kv_cache,
-                  float* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits) {
+                  float* split_values, float* split_max, float* split_sum, const int* __restrict__ page_table,
+                  int sequence_pages, int max_splits) {
   begin_after_previous_kernel();
   SHARED_ARRAY(float, query_row, [ROW]);
   SHARED_ARRAY(float, score, [TILE]);
@@ -52,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   if (first_key > last_key) return;
   const int prefix = row_prefix[token_row];
   const int* path = row_path + token_row * MAX_PATH;
-  const float* cache = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW;
+  const int* pages = page_table + row_sequence[token_row] * sequence_pages;
   auto key_row = [&](int position) {
     const int slot = position < prefix ? position : prefix + path[position - prefix];
-    return cache + (size_t)slot * ROW;
+    return page_of<ROW>(kv_cache, pages, slot) + slot % PAGE_SLOTS * ROW;
   };
 
   for (int i = threadIdx.x; i < ROW; i += BLOCK)

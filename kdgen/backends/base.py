@@ -132,6 +132,10 @@ class Backend(ABC):
         """Copy ``values`` (C-contiguous, the array's dtype) into ``array`` from element ``offset`` of its flat view."""
 
     @abstractmethod
+    def copy(self, array: DeviceArray, source: int, target: int, count: int) -> None:
+        """Copy ``count`` elements of ``array``'s flat view from element ``source`` on to element ``target`` on. The two do not overlap."""
+
+    @abstractmethod
     def free(self, array: DeviceArray) -> None:
         """Free the array's memory. The array must not be used again."""
 

@@ -234,6 +234,11 @@ class CpuBackend(Backend):
         self.synchronize()
         return _view(array).view(NUMPY_DTYPES[array.dtype]).reshape(array.shape)[:rows].copy()
 
+    def copy(self, array: DeviceArray, source: int, target: int, count: int) -> None:
+        self.synchronize()
+        values = _view(array).view(NUMPY_DTYPES[array.dtype])[source : source + count].copy()
+        self.write(array, values, target)
+
     def write(self, array: DeviceArray, values: npt.NDArray[np.generic], offset: int = 0) -> None:
         """Raises BackendError when the dtype differs, the values are not C-contiguous, or they do not fit."""
         expected = NUMPY_DTYPES[array.dtype]

@@ -164,6 +164,11 @@ class CudaBackend(Backend):
             with self._reporting("copying to the GPU"):
                 self._array(array)[offset : offset + flat.size].copy_to_device(flat, stream=self._stream)
 
+    def copy(self, array: DeviceArray, source: int, target: int, count: int) -> None:
+        whole = self._array(array)
+        with self._reporting("copying on the GPU"):
+            whole[target : target + count].copy_to_device(whole[source : source + count], stream=self._stream)
+
     def free(self, array: DeviceArray) -> None:
         self._array(array)
         del self._arrays[self._key(array)]

@@ -38,9 +38,8 @@ from kdgen.codegen.source import Source
 from kdgen.drafters.base import DeviceDraftRequest
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
-from kdgen.plan.cache_layout import TILE
 from kdgen.plan.floors import draft_bytes, workload
-from kdgen.plan.ir import MAX_NODES, Group, Plan
+from kdgen.plan.ir import MAX_NODES, PAGE_SLOTS, Group, Plan
 from kdgen.runtime.engine import Engine
 from kdgen.spec.drafter import DraftSpec
 
@@ -263,18 +262,17 @@ def _behind_senders(plan: Plan, backend: CudaBackend, work: Sequence[Work], rows
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
-    """The launches, repeated for every stretch of ``rows`` cache rows (in whole tiles, if the cache is tiled), because a single short one
-    would stay in the L2 cache."""
+    """The launches, repeated for every stretch of pages that ``rows`` cache rows fill, because a single short one would stay in the L2 cache.
+    The sequence's pages are the first ones of the pool, in order."""
     cache = engine.plan.buffer("kv_cache")
-    rows = -(-rows // TILE) * TILE if engine.plan.key_tiles else rows
-    row_bytes = cache.bytes // math.prod(cache.shape[:-1])
+    pages, page_bytes = -(-rows // PAGE_SLOTS), cache.bytes // math.prod(cache.shape[:2])
 
     def moved(argument: Argument, by: int) -> Argument:
         if isinstance(argument, Pointer) and argument.array.shape == cache.shape:
-            return replace(argument, offset=argument.offset + by * rows * row_bytes)
+            return replace(argument, offset=argument.offset + by * pages * page_bytes)
         return argument
 
-    stretches = range(cache.shape[-2] // rows)
+    stretches = range(cache.shape[1] // pages)
     return [replace(each, args=tuple(moved(argument, by) for argument in each.args)) for by in stretches for each in launches]
 
 

@@ -315,17 +315,22 @@ class Weight:
 
 
 MAX_NODES = 64  #: draft-tree nodes of a verify step, root included
+PAGE_SLOTS = 64  #: slots of a page of the caches: a tile of keys, as attention on tensor cores reads it
 MAX_PATH = MAX_BLOCK  #: longest path in a tree, root included
 MAX_CANDIDATES = 64  #: candidate tokens kept of a draft row
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Run-time sizes a plan is made for. None of them changes a kernel's text or an output's bits."""
+    """Run-time sizes a plan is made for. None of them changes a kernel's text or an output's bits.
+
+    ``pages``: of the pool that sequences share; 0: as many as all of them can fill.
+    """
 
     max_tokens: int = 64
     max_context: int = 4096
     max_sequences: int = 1
+    pages: int = 0
 
     @property
     def max_rows(self) -> int:
@@ -341,6 +346,16 @@ class Limits:
     def capacity(self) -> int:
         """Cache rows of a sequence: a draft tree may stand beyond the last position that is kept."""
         return self.max_context + MAX_NODES
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.capacity // PAGE_SLOTS)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of each layer's cache."""
+        return self.pages or self.max_sequences * self.sequence_pages
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kdgen.plan.attention import schedule_bytes, wgmma_blocks
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, Buffer, DType
-from kdgen.plan.ops.attention import attention_rows, cache_slots
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, PAGE_SLOTS, Buffer, DType
+from kdgen.plan.ops.attention import attention_rows
 from kdgen.plan.ops.attention_combine import max_splits
 from kdgen.plan.ops.drafter import draft_splits
 from kdgen.plan.ops.op import Context
@@ -33,7 +33,8 @@ def _sequences(c: Context) -> tuple[Buffer, ...]:
     return (
         _state("cos_table", "f32", limits.capacity, half),
         _state("sin_table", "f32", limits.capacity, half),
-        _state("kv_cache", _act(c), s.num_hidden_layers, sequences, cache_slots(c.mode, limits), s.cache_row_dim),
+        _state("kv_cache", _act(c), s.num_hidden_layers, limits.pool_pages, PAGE_SLOTS, s.cache_row_dim),
+        _state("page_table", "i32", sequences, limits.sequence_pages),
         _state("sequence_length", "i32", sequences),
         _state("root_token", "i32", sequences),
         _state("temperature", "f32", sequences),
@@ -174,7 +175,7 @@ def _drafter(c: Context) -> tuple[Buffer, ...]:
         _state("row_last", "i32", block_rows),
         _state("draft_cos_table", "f32", limits.capacity, d.head_dim // 2),
         _state("draft_sin_table", "f32", limits.capacity, d.head_dim // 2),
-        _state("draft_cache", _act(c), d.num_hidden_layers, sequences, limits.capacity, 2 * d.key_width),
+        _state("draft_cache", _act(c), d.num_hidden_layers, limits.pool_pages, PAGE_SLOTS, 2 * d.key_width),
         _work("features", _act(c), rows, d.feature_width),
         _work("context_features", _act(c), rows, d.feature_width),
         _work("draft_kv", "f32", rows, 2 * d.key_width),

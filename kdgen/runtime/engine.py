@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Argument, Backend, DeviceArray, Launch, Pointer, Replay, Work
 from kdgen.drafters.base import DeviceDraftRequest, DraftLogits, Proposal
 from kdgen.errors import KdgenError, LogitsError
-from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_PATH, Plan, RowKind
+from kdgen.plan.cache_layout import from_tiles, to_tiles
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_PATH, PAGE_SLOTS, Plan, RowKind
 from kdgen.plan.ops.many_rows import twin_name
 from kdgen.plan.step import SAMPLED
 from kdgen.runtime.memory import Memory
+from kdgen.runtime.pages import Pages
 from kdgen.runtime.request import need_budget
 from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
@@ -51,8 +52,8 @@ class Draft:
 
 
 class Engine:
-    """One model, or a rank's part of it, on one backend and by the plan for its targets, holding up to ``limits.max_sequences`` sequences
-    with a cache slab each.
+    """One model, or a rank's part of it, on one backend and by the plan for its targets, holding up to ``limits.max_sequences`` sequences,
+    whose caches lie in ``pages``.
 
     Engines of several ranks are called alike, each in its own process, and give the same tokens; their backends have joined before.
     A sequence's bits depend on its own tokens alone, so any set of them may be stepped together. ``plan`` is the one for the backend's
@@ -83,6 +84,9 @@ class Engine:
         self._programs = {p.name: self._memory.bind(p) for p in plan.programs}
         self._seen: set[tuple[str, int, int, int, int | None]] = set()
         self._replays: dict[tuple[str, int, int, int, int | None], Replay] = {}
+        limits = plan.limits
+        self.pages = Pages(limits.pool_pages, limits.sequence_pages, limits.max_sequences)
+        self._write("page_table", np.zeros((limits.max_sequences, limits.sequence_pages), np.int32))
         self._lengths = [0] * plan.limits.max_sequences
         zeros = np.zeros(plan.limits.max_sequences, np.int32)
         self._write("root_token", zeros)
@@ -103,12 +107,49 @@ class Engine:
         return self._lengths[sequence]
 
     def reset(self, sequence: int = 0, sampling: Sampling = GREEDY) -> None:
-        """Forget a sequence; its next tokens are chosen as ``sampling`` says."""
-        self._lengths[sequence] = 0
-        self.backend.write(self._buffers["sequence_length"], np.zeros(1, np.int32), sequence)
+        """Forget a sequence, whose pages are given back; its next tokens are chosen as ``sampling`` says."""
+        self.pages.release(sequence)
+        self._set_length(sequence, 0)
         if self._sampling[sequence] != sampling:
             self._sampling[sequence] = sampling
             self._write_sampling()
+
+    def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Begin a sequence, which was reset, with what the cache still has of ``tokens``; returns how many of them are committed now.
+
+        At least the last one is not: a prefill of the rest gives the token after it.
+        """
+        found = self.pages.reuse(sequence, tokens)
+        self._write_table(sequence)
+        self._set_length(sequence, found)
+        return found
+
+    def share(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Let later sequences reuse what this one has committed: ``tokens``, or more than those."""
+        self.pages.share(sequence, tokens[: self._lengths[sequence]])
+
+    def fork(self, source: int, target: int) -> None:
+        """Make ``target``, which was reset, continue as ``source`` does: with its committed tokens and its root. Its sampling stays."""
+        self.pages.fork(source, target, self._lengths[source])
+        self._write_table(target)
+        self._set_length(target, self._lengths[source])
+        self.backend.copy(self._buffers["root_token"], source, target, 1)
+
+    def reserve(self, sequence: int, end_slot: int) -> None:
+        """Give a sequence pages of its own for what it writes behind its committed tokens, up to ``end_slot``.
+
+        Steps do so themselves. Raises PagesError when the pool has too few.
+        """
+        before = len(self.pages.tables[sequence])
+        copies = self.pages.extend(sequence, self._lengths[sequence], end_slot)
+        for name in self._caches:
+            cache = self._buffers[name]
+            page, layer = math.prod(cache.shape[2:]), math.prod(cache.shape[1:])
+            for start in range(0, cache.shape[0] * layer, layer):
+                for each in copies:
+                    self.backend.copy(cache, start + each.source * page, start + each.target * page, page)
+        if copies or len(self.pages.tables[sequence]) > before:
+            self._write_table(sequence)
 
     def prefill(self, tokens: Sequence[int], sequence: int = 0, every_logit: bool = False) -> int:
         """Commit one chunk of at most ``limits.max_tokens`` tokens; returns the token after it, which becomes the root.
@@ -192,20 +233,24 @@ class Engine:
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Commit ``length`` made-up cache rows of every layer to sequence 0, whose next token is then token 0: for measurements."""
-        for name in ("kv_cache", "draft_cache") if self.spec.draft else ("kv_cache",):
+        self.pages.release(0)
+        self._lengths[0] = 0
+        self.reserve(0, length)
+        for name in self._caches:
             cache = self._buffers[name]
             made_up = np.random.default_rng(seed).standard_normal((length, cache.shape[-1]), np.float32)
-            rows = made_up.astype(numpy_dtype(cache.dtype))
+            rows = np.zeros((-(-length // PAGE_SLOTS), *cache.shape[2:]), numpy_dtype(cache.dtype))
+            rows.reshape(-1, cache.shape[-1])[:length] = made_up
             if name == "kv_cache" and self._plan.key_tiles:
-                rows = to_tiles(np.concatenate([rows, np.zeros((-length % TILE, cache.shape[-1]), rows.dtype)]))
+                rows = to_tiles(rows)
             for layer in range(cache.shape[0]):
-                self.backend.write(cache, rows, layer * math.prod(cache.shape[1:]))
+                for values, page in zip(rows, self.pages.tables[0], strict=False):
+                    self.backend.write(cache, values, (layer * cache.shape[1] + page) * values.size)
         self.cut(length, 0)
 
     def fill_length(self, length: int) -> None:
         """Set sequence 0 back to ``length`` of its rows."""
-        self.backend.write(self._buffers["sequence_length"], np.array([length], np.int32))
-        self._lengths[0] = length
+        self._set_length(0, length)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -220,8 +265,16 @@ class Engine:
 
     def cache_rows(self, sequence: int = 0) -> NDArray[np.generic]:
         """Committed cache rows, [layers, length, cache_row_dim] in the compute dtype."""
-        cache = self.read("kv_cache")[:, sequence]
-        return (from_tiles(cache) if self._plan.key_tiles else cache)[:, : self._lengths[sequence]]
+        return self._rows("kv_cache", sequence)
+
+    def draft_rows(self, sequence: int = 0) -> NDArray[np.generic]:
+        """The drafter's committed cache rows, [layers, length, keys and values] in the compute dtype."""
+        return self._rows("draft_cache", sequence)
+
+    def _rows(self, name: str, sequence: int) -> NDArray[np.generic]:
+        pages = self.read(name)[:, self.pages.tables[sequence]]
+        pages = from_tiles(pages) if name == "kv_cache" and self._plan.key_tiles else pages
+        return pages.reshape(len(pages), -1, pages.shape[-1])[:, : self._lengths[sequence]]
 
     def need_finite(self, root: int, position: int, sequence: int = 0) -> None:
         """Raise LogitsError when ``root``, the token chosen for ``position``, was chosen by logits that hold a NaN or an infinity.
@@ -240,11 +293,26 @@ class Engine:
             self.need_finite(int(roots[sequence]), self._lengths[sequence], sequence)
         return tuple(int(roots[sequence]) for sequence in sequences)
 
-    def _need_room(self, sequence: int, rows: int) -> None:
+    @property
+    def _caches(self) -> tuple[str, ...]:
+        return ("kv_cache", "draft_cache") if self.spec.draft else ("kv_cache",)
+
+    def _set_length(self, sequence: int, length: int) -> None:
+        self.backend.write(self._buffers["sequence_length"], np.array([length], np.int32), sequence)
+        self._lengths[sequence] = length
+
+    def _write_table(self, sequence: int) -> None:
+        pages = np.asarray(self.pages.tables[sequence], np.int32)
+        self.backend.write(self._buffers["page_table"], pages, sequence * self._plan.limits.sequence_pages)
+
+    def _need_room(self, sequence: int, rows: int, written: int | None = None) -> None:
+        """Raises KdgenError when ``rows`` tokens do not fit behind a sequence; then gives it pages for them, or for as many as are
+        ``written``."""
         if self._lengths[sequence] + rows > self._plan.limits.max_context:
             raise KdgenError(
                 f"{self._lengths[sequence]} + {rows} tokens exceed the context of {self._plan.limits.max_context}: raise --context"
             )
+        self.reserve(sequence, self._lengths[sequence] + (rows if written is None else written))
 
     def _write(self, buffer: str, values: NDArray[np.generic]) -> None:
         self._memory.write(buffer, values)
@@ -277,7 +345,7 @@ class Engine:
             depths = proposal.depths if draft.budget else 0
             if depths >= MAX_PATH:
                 raise KdgenError(f"a draft has at most {MAX_PATH - 1} depths, not {depths}")
-            self._need_room(draft.sequence, depths + 1)
+            self._need_room(draft.sequence, depths + 1, self._written(draft))
             width, first = min(draft.budget, self.spec.vocab_size, MAX_CANDIDATES), place * MAX_PATH
             begins[place + 1] = begins[place]
             if isinstance(proposal, DeviceDraftRequest):
@@ -310,6 +378,12 @@ class Engine:
         if most:
             self._write("draft_shape", np.where(chosen[:, None], shape, 0).astype(np.int32))
         return most
+
+    def _written(self, draft: Draft) -> int:
+        """Slots behind the committed ones that a draft's tree and its drafter's block fill."""
+        if not draft.proposal.depths or not draft.budget:
+            return 1
+        return max(draft.budget + 1, self.block_rows(draft.proposal) if isinstance(draft.proposal, DeviceDraftRequest) else 0)
 
     def block_rows(self, proposal: DeviceDraftRequest) -> int:
         """Rows of a draft block. Raises KdgenError where there is no drafter, or it does not fill such blocks."""

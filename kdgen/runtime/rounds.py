@@ -163,6 +163,7 @@ class Rounds:
 
     def _unit(self, budget: int) -> Replay:
         engine, rows = self.engine, max(budget + 1, self._rows)
+        engine.reserve(0, self._reach() + rows)
         context = engine.backend.recorded_context(self._reach() + rows)
         kind = (budget, context, engine.choosing("decode", [0]))
         if kind not in self._units:

@@ -290,8 +290,8 @@ TEMPLATES = [
         "kv_compact",
         ("the last accepted row stays behind", "j < accepted_count[place]; ++j", "j < accepted_count[place] - 1; ++j"),
         ("from the end of the path", "int j = 1; j < accepted_count[place]; ++j", "int j = accepted_count[place] - 1; j > 0; --j"),
-        ("slab by place in the step", "row_sequence[root];", "place;"),
-        ("rows of the first layer alone", "(size_t)layer * max_sequences", "(size_t)0 * max_sequences"),
+        ("pages by place in the step", "row_sequence[root];", "place;"),
+        ("rows of the first layer alone", "(size_t)layer * layer_pages", "(size_t)0 * layer_pages"),
         ("the root's prefix of the step's first tree", "prefix = row_prefix[root]", "prefix = row_prefix[0]"),
     ),
     *_in(
@@ -474,7 +474,7 @@ TEMPLATES = [
         ),
         ("no barrier between scores and maximum", "(float)dot * SCALE;\n    }\n    __syncthreads();", "(float)dot * SCALE;\n    }"),
         ("values not rescaled", "float sum = values[v] * rescale;", "float sum = values[v];"),
-        ("every sequence reads the first slab", "(size_t)row_sequence[token_row] * context_capacity", "(size_t)0 * context_capacity"),
+        ("every sequence reads the first one's pages", "page_table + row_sequence[token_row] * sequence_pages", "page_table"),
         (
             "no barrier before the tile is overwritten",
             "    __syncthreads();  // the query row is there, and the last tile's probabilities are read\n",
@@ -1140,8 +1140,8 @@ PLAN = [
         "kdgen/plan/ops/tree.py",
         (
             "compaction before the walk is known",
-            'number("context_capacity", cache_slots(self.c.mode, self.c.limits))',
-            'number("context_capacity", self.c.limits.max_context)',
+            'number("layer_pages", self.c.limits.pool_pages)',
+            'number("layer_pages", self.c.limits.sequence_pages - 1)',
             "together",
         ),
     ),

@@ -17,7 +17,7 @@ from kdgen.plan.attention import (
     wgmma_group,
     wgmma_smem,
 )
-from kdgen.plan.ir import MAX_PATH, ONE, Cost, Extent, Group, Kernel, Limits
+from kdgen.plan.ir import MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Group, Kernel
 from kdgen.plan.key_splits import Splits
 from kdgen.plan.ops.attention_combine import max_splits
 from kdgen.plan.ops.attention_schedule import EVERY_ROW, RowGroup, attention_blocks
@@ -33,12 +33,13 @@ from kdgen.plan.ops.op import (
     layer_buffer,
     layer_weight,
     number,
+    page_table,
     reads,
     reads_ints,
     stored,
     writes,
 )
-from kdgen.plan.tuning import CType, Mode, block_for
+from kdgen.plan.tuning import CType, block_for
 from kdgen.spec.model import LORA_NORM_EPS, Spec
 
 CACHE_BESIDE = "rmsnorm_q_a_and_cache"
@@ -60,6 +61,7 @@ class RopeCache:
     interleave: bool
     act: CType
     tiled: bool  #: the cache lies in tiles (kdgen.plan.cache_layout)
+    page_slots: int
     block: int
     pairing_comment: str
 
@@ -81,6 +83,7 @@ class MlaAttentionF32:
     heads: int
     kv_lora: int
     row: int
+    page_slots: int
     max_path: int
     split: int
     tile: int
@@ -101,6 +104,7 @@ class MlaAttentionMma:
     heads: int
     kv_lora: int
     row: int
+    page_slots: int
     max_path: int
     split: int
     blocks_per_sm: int
@@ -119,6 +123,7 @@ class MlaAttentionWgmma:
     heads: int
     kv_lora: int
     row: int
+    page_slots: int
     max_path: int
     splits: Splits
     group: int
@@ -140,11 +145,6 @@ def fuses_norm_and_cache(c: Context) -> bool:
     return heads_fit_registers(c) and c.spec.q_lora_rank is not None
 
 
-def cache_slots(mode: Mode, limits: Limits) -> int:
-    """Slots of a sequence's part of the cache: whole tiles, where it lies in tiles (``Plan.key_tiles``)."""
-    return -(-limits.capacity // WGMMA_TILE) * WGMMA_TILE if mode.wgmma else limits.capacity
-
-
 def attention_rows(c: Context) -> int:
     """Token rows of one attention launch; a step with more has several, one after another over the same partial values."""
     return min(c.limits.max_rows, ATTENTION_ROWS[c.spec.kv_lora_rank]) if c.mode.wgmma else c.limits.max_rows
@@ -159,10 +159,6 @@ def norm_q_a(c: Context) -> RmsNormOp:
 
 def _kv_cache(c: Context, reading: bool = False) -> Argument:
     return (reads if reading else writes)(c.mode.act, "kv_cache", layer_buffer("kv_cache"))
-
-
-def _capacity(c: Context) -> Argument:
-    return number("context_capacity", cache_slots(c.mode, c.limits))
 
 
 _TABLES = (stored("float", "cos_table"), stored("float", "sin_table"))
@@ -183,6 +179,7 @@ class RopeCacheOp(Op):
         p = RopeCache(
             name="rope_cache", heads=s.num_attention_heads, kv_lora=s.kv_lora_rank, rope=s.qk_rope_head_dim, qk_head=s.qk_head_dim,
             row=s.cache_row_dim, kv_a_stride=kv_a_stride(s), kv_a_offset=s.q_lora_rank or 0,
+            page_slots=PAGE_SLOTS,
             eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=mode.act, tiled=mode.wgmma, block=block, pairing_comment=pairing,
         )  # fmt: skip
         rope_bytes = 2 * s.num_attention_heads * s.qk_rope_head_dim * mode.act_bytes
@@ -204,7 +201,7 @@ class RopeCacheOp(Op):
             *_TABLES,
             _kv_cache(self.c),
             writes(act, "query"),
-            _capacity(self.c),
+            *page_table(self.c.limits),
         )
 
 
@@ -232,7 +229,7 @@ class NormAndCacheOp(Op):
             *_TABLES,
             writes(self.c.mode.act, "q_a"),
             _kv_cache(self.c),
-            _capacity(self.c),
+            *page_table(self.c.limits),
         )
 
 
@@ -258,6 +255,7 @@ class MlaAttentionOp(Op):
         if mode.wgmma:
             smem, head_tiles = wgmma_smem(s), max(1, heads // WGMMA_TILE)
             wgmma = MlaAttentionWgmma(
+                page_slots=PAGE_SLOTS,
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=every, group=wgmma_group(s),
                 max_items=max_work_items(s), schedule_bytes=schedule_bytes(s),
                 scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
@@ -266,13 +264,14 @@ class MlaAttentionOp(Op):
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early, group=group)
         if not self.c.tensor_cores:
             generic = MlaAttentionF32(
-                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, tile=32,
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, page_slots=PAGE_SLOTS, max_path=MAX_PATH, split=split, tile=32,
                 scale=s.softmax_scale, block=block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
             return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary, group=group)
         smem = attention_smem(s)
         mma = MlaAttentionMma(
+            page_slots=PAGE_SLOTS,
             name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, blocks_per_sm=2,
             scale=s.softmax_scale,
         )  # fmt: skip
@@ -294,6 +293,6 @@ class MlaAttentionOp(Op):
             writes("bf16" if c.mode.wgmma else "float", "split_values"),
             writes("float", "split_max"),
             writes("float", "split_sum"),
-            _capacity(c),
+            *page_table(c.limits),
             number("max_splits", max_splits(c)),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdgen.plan.ir import MAX_PATH, ONE, Cost, Extent, Kernel, Limits
+from kdgen.plan.ir import MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Kernel, Limits
 from kdgen.plan.ops.op import (
     ROW_EXTENT,
     Argument,
@@ -19,6 +19,7 @@ from kdgen.plan.ops.op import (
     layer_buffer,
     layer_weight,
     number,
+    page_table,
     reads,
     reads_floats,
     reads_ints,
@@ -93,6 +94,7 @@ class DraftHeads:
     """Context of draft_heads.cu.j2."""
 
     name: str
+    page_slots: int
     queries: bool
     query_heads: int
     key_heads: int
@@ -108,6 +110,7 @@ class GqaAttention:
     """Context of gqa_attention.cu.j2."""
 
     name: str
+    page_slots: int
     heads: int
     key_heads: int
     group: int
@@ -147,9 +150,6 @@ class _DraftOp(Op):
 
     def cache(self, reading: bool = False) -> Argument:
         return (reads if reading else writes)(self.c.mode.act, "draft_cache", layer_buffer("draft_cache"))
-
-    def capacity(self) -> Argument:
-        return number("context_capacity", self.c.limits.capacity)
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ class DraftHeadsOp(_DraftOp):
         d, mode, name = self.draft, self.c.mode, "draft_block_heads" if self.queries else "draft_context_heads"
         heads = d.num_key_value_heads + (d.num_attention_heads if self.queries else 0)
         p = DraftHeads(
+            page_slots=PAGE_SLOTS,
             name=name, queries=self.queries, query_heads=d.num_attention_heads, key_heads=d.num_key_value_heads, head=d.head_dim,
             eps=d.rms_norm_eps, act=mode.act, block=_HEADS_PER_BLOCK * 32, blocks_per_sm=8,
         )  # fmt: skip
@@ -253,7 +254,7 @@ class DraftHeadsOp(_DraftOp):
             stored("float", "sin_table", buffer("draft_sin_table")),
             self.cache(),
             *query,
-            self.capacity(),
+            *page_table(self.c.limits),
         )
 
 
@@ -272,6 +273,7 @@ class GqaAttentionOp(_DraftOp):
             "none": "No layer has a window.",
         }[d.sliding_mask]
         p = GqaAttention(
+            page_slots=PAGE_SLOTS,
             name="draft_attention", heads=d.num_attention_heads, key_heads=d.num_key_value_heads, group=d.group_heads, head=d.head_dim,
             split=split_keys(d), rows=rows, row_tiles=row_tiles, scale=d.head_dim**-0.5, causal=d.sliding_mask == "causal",
             act=self.c.mode.act, block=attention_block(d),
@@ -288,7 +290,7 @@ class GqaAttentionOp(_DraftOp):
             reads(self.c.mode.act, "query", buffer("draft_query")),
             self.cache(reading=True),
             *(writes("float", f"split_{what}", buffer(f"draft_{what}")) for what in ("values", "max", "sum")),
-            self.capacity(),
+            *page_table(self.c.limits),
             number("max_splits", draft_splits(self.draft, self.c.limits)),
             number("window", self.window),
         )

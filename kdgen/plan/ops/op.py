@@ -148,6 +148,11 @@ def rows_of_launch(name: str = "rows") -> Argument:
     return Argument(Parameter("int", name), Arg("rows"))
 
 
+def page_table(limits: Limits) -> tuple[Argument, ...]:
+    """The pages of every sequence, which the host lists before a step needs them, and how many a sequence may have."""
+    return stored("int", "page_table"), number("sequence_pages", limits.sequence_pages)
+
+
 def inboxes(buffer_name: str) -> Argument:
     """The addresses of a buffer on every rank."""
     return Argument(Parameter("const u64*", "inboxes"), Arg("ranks", buffer_name))

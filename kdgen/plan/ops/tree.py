@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Cost, Extent, Kernel
-from kdgen.plan.ops.attention import cache_slots
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Kernel
 from kdgen.plan.ops.op import (
     ROW_EXTENT,
     SEQUENCE_EXTENT,
@@ -13,6 +12,7 @@ from kdgen.plan.ops.op import (
     Op,
     buffer,
     number,
+    page_table,
     reads,
     reads_floats,
     reads_ints,
@@ -84,6 +84,7 @@ class KvCompact:
     max_path: int
     act: CType
     tiled: bool
+    page_slots: int
     block: int
 
 
@@ -211,7 +212,7 @@ class KvCompactOp(Op):
     def kernel(self) -> Kernel:
         s, mode = self.c.spec, self.c.mode
         block = block_for(s.cache_row_dim, 128)
-        p = KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, mode.act, mode.wgmma, block)
+        p = KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, mode.act, mode.wgmma, PAGE_SLOTS, block)
         grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
         cost = Cost(bytes_per_row=2 * s.num_hidden_layers * s.cache_row_dim * mode.act_bytes)
         return Kernel(
@@ -223,6 +224,6 @@ class KvCompactOp(Op):
         return (
             *reads_ints("step_count step_begin accepted_count accepted_nodes row_sequence row_prefix"),
             writes(self.c.mode.act, "kv_cache"),
-            number("context_capacity", cache_slots(self.c.mode, self.c.limits)),
-            number("max_sequences", self.c.limits.max_sequences),
+            *page_table(self.c.limits),
+            number("layer_pages", self.c.limits.pool_pages),
         )

@@ -54,6 +54,9 @@ class WatchedBackend(Backend):
 
         return start
 
+    def copy(self, array: DeviceArray, source: int, target: int, count: int) -> None:
+        self.inner.copy(array, source, target, count)
+
     def start(self, work: Work) -> None:
         self._clock += COLD * seconds_of([work])
         self.inner.start(work)

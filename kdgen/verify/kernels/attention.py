@@ -17,15 +17,13 @@ from kdgen.verify.kernels.harness import (
     Grid,
     Harness,
     Registry,
-    cache_slots,
     check_rows,
     for_template,
     guard,
     poison,
-    sequences_apart,
     split_guard,
-    written_rows,
 )
+from kdgen.verify.kernels.paged import PagedCache
 
 Array = NDArray[Any]
 CHECKS: Registry = {}
@@ -47,7 +45,7 @@ def check_rope_cache(harness: Harness) -> None:
     p, most = harness.p, max(harness.tokens)
     row, half, nope, sequences = p.kv_lora + p.rope, p.rope // 2, p.qk_head - p.rope, 3
     positions = harness.rng.permutation(np.arange(2 * most))[:most].astype(np.int32)
-    capacity = cache_slots(harness, 2 * most + 5)
+    capacity = 2 * most + 5
     slots = harness.rng.permutation(capacity)[:most].astype(np.int32)
     sequence = harness.rng.integers(0, sequences, most).astype(np.int32)
     kv_a = harness.random("f32", most, row)
@@ -62,13 +60,12 @@ def check_rope_cache(harness: Harness) -> None:
         source[:, p.kv_a_offset : p.kv_a_offset + row] = kv_a[rows]
         q_rows = q[rows].copy()
         q_rows[..., :nope] = np.nan
-        unwritten = poison(harness.act, sequences, capacity, row)
-        cache, numbers = harness.far_apart(unwritten)
+        cache = PagedCache(harness, poison(harness.act, 1, sequences, capacity, row), p.tiled)
         query = harness.poisoned(harness.act, guard(count), p.heads, row)
         harness.launch(
             Grid(count),
             num_tokens=harness.integer(count),
-            row_sequence=harness.input(numbers[sequence[rows]]),
+            row_sequence=harness.input(cache.sequences[sequence[rows]]),
             row_position=harness.input(positions[rows]),
             row_slot=harness.input(slots[rows]),
             kv_a=harness.input(source.reshape(-1)),
@@ -76,11 +73,11 @@ def check_rope_cache(harness: Harness) -> None:
             q=harness.input(q_rows),
             cos_table=harness.input(cos),
             sin_table=harness.input(sin),
-            kv_cache=cache,
+            kv_cache=cache.device,
             query=query,
-            context_capacity=capacity,
+            **cache.arguments,
         )
-        written = written_rows(harness, cache, numbers, unwritten, sequence[rows], slots[rows])
+        written = cache.written("kv_cache", sequence[rows], slots[rows])
         rotated = split_guard(harness, "query", harness.read(query), count)
         harness.findings.untouched("query's latent part", rotated[..., : p.kv_lora])
         return {"kv_cache": written, "query": rotated[..., p.kv_lora :]}
@@ -229,8 +226,8 @@ def _attend(harness: Harness, rows: Rows, heads: int) -> tuple[Array, Array, Arr
     shape = (guard(count), p.heads, splits) if wgmma else (guard(count), splits, p.heads)
     values = harness.poisoned("bf16" if wgmma else "f32", guard(count), splits, p.heads, p.kv_lora)
     outputs = {"split_values": values, "split_max": harness.poisoned("f32", *shape), "split_sum": harness.poisoned("f32", *shape)}
-    cache, numbers = sequences_apart(harness, rows.cache)
-    capacity, sequences = cache_slots(harness, rows.cache.shape[1]), numbers[rows.sequences]
+    cache = PagedCache(harness, rows.cache[None], harness.plan.key_tiles)
+    sequences = cache.sequences[rows.sequences]
     if wgmma:
         seen = {"schedules": drawn_schedules(harness, sequences, rows.positions, rows.prefixes)}
     else:
@@ -240,9 +237,9 @@ def _attend(harness: Harness, rows: Rows, heads: int) -> tuple[Array, Array, Arr
         Grid(count, longest, replaced={1: -(-heads // _heads_a_block(harness))}),
         row_path=harness.input(rows.paths),
         query=harness.input(rows.query),
-        kv_cache=cache,
-        context_capacity=capacity,
+        kv_cache=cache.device,
         max_splits=splits,
+        **cache.arguments,
         **harness.inputs(seen),
         **outputs,
     )

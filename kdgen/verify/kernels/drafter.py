@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kdgen.reference import ops
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.harness import Grid, Harness, Registry, check_rows, for_template, guard, poison, split_guard
+from kdgen.verify.kernels.paged import PagedCache
 from kdgen.verify.kernels.step_rows import CROWD, SEQUENCES, crowded_steps, small_steps
 
 Array = NDArray[Any]
@@ -138,28 +139,23 @@ def check_heads(harness: Harness) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        unwritten = poison(harness.act, SEQUENCES, capacity, 2 * key_width)
-        cache, numbers = harness.far_apart(unwritten)
+        cache = PagedCache(harness, poison(harness.act, 1, SEQUENCES, capacity, 2 * key_width), tiled=False)
         query = harness.poisoned(harness.act, guard(count), p.query_heads, p.head)
         queries = {"q": harness.input(q[rows]), "q_norm": harness.input(q_norm), "query": query} if p.queries else {}
         harness.launch(
             Grid(count),
             num_tokens=harness.integer(count),
-            row_sequence=harness.input(numbers[sequence[rows]]),
+            row_sequence=harness.input(cache.sequences[sequence[rows]]),
             row_position=harness.input(positions[rows]),
             kv=harness.input(kv[rows]),
             k_norm=harness.input(k_norm),
             cos_table=harness.input(cos),
             sin_table=harness.input(sin),
-            draft_cache=cache,
-            context_capacity=capacity,
+            draft_cache=cache.device,
+            **cache.arguments,
             **queries,
         )
-        got = harness.read_parts(cache, numbers, unwritten)
-        written = np.zeros((SEQUENCES, capacity), bool)
-        written[sequence[rows], positions[rows]] = True
-        harness.findings.untouched("draft_cache in other slots", got[~written])
-        found = {"draft_cache": got[sequence[rows], positions[rows]]}
+        found = {"draft_cache": cache.written("draft_cache", sequence[rows], positions[rows])}
         return found | ({"query": split_guard(harness, "query", harness.read(query), count)} if p.queries else {})
 
     def rotated(x: Array, weight: Array) -> tuple[Array, Array]:

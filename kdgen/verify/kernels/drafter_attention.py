@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.harness import Grid, Harness, Registry, for_template, guard, poison, split_guard
+from kdgen.verify.kernels.paged import PagedCache
 
 Array = NDArray[Any]
 CHECKS: Registry = {}
@@ -112,9 +113,9 @@ def _attend(harness: Harness, blocks: Blocks) -> tuple[Array, Array, Array]:
     splits = -(-context // p.split) + 1  # one more than needed, which must stay untouched
     shape = (guard(rows), splits, p.heads)
     outputs = {name: harness.poisoned("f32", *shape, *extra) for name, extra in zip(OUTPUTS, ([p.head], [], []), strict=True)}
-    cache, numbers = harness.far_apart(blocks.cache)
-    sequences = numbers[blocks.slabs]
-    lengths = poison("i32", int(numbers.max()) + 1)
+    cache = PagedCache(harness, blocks.cache[None], tiled=False)
+    sequences = cache.sequences[blocks.slabs]
+    lengths = poison("i32", int(sequences.max()) + 1)
     lengths[sequences] = blocks.lengths
     harness.launch(
         Grid(context=context, sequences=places, replaced={1: key_heads}),
@@ -123,8 +124,8 @@ def _attend(harness: Harness, blocks: Blocks) -> tuple[Array, Array, Array]:
         draft_begin=harness.input(blocks.begins),
         sequence_length=harness.input(lengths),
         query=harness.input(blocks.query),
-        draft_cache=cache,
-        context_capacity=blocks.cache.shape[1],
+        draft_cache=cache.device,
+        **cache.arguments,
         max_splits=splits,
         window=blocks.window,
         **outputs,

@@ -17,14 +17,13 @@ from kdgen.verify.kernels.harness import (
     Grid,
     Harness,
     Registry,
-    cache_slots,
     check_rows,
     for_template,
     guard,
     poison,
     split_guard,
-    written_rows,
 )
+from kdgen.verify.kernels.paged import PagedCache
 from kdgen.weights.pack import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
@@ -77,7 +76,7 @@ def check_norm_and_cache(harness: Harness) -> None:
     norm, p, most, sequences = harness.p.norm, harness.p.cache, max(harness.tokens), 3
     row = p.kv_lora + p.rope
     positions = harness.rng.permutation(2 * most)[:most].astype(np.int32)
-    capacity = cache_slots(harness, 2 * most + 5)
+    capacity = 2 * most + 5
     slots = harness.rng.permutation(capacity)[:most].astype(np.int32)
     sequence = harness.rng.integers(0, sequences, most).astype(np.int32)
     projected = harness.random("f32", most, norm.width + row)
@@ -87,13 +86,12 @@ def check_norm_and_cache(harness: Harness) -> None:
 
     def run(rows: NDArray[np.int64]) -> dict[str, Array]:
         count = len(rows)
-        unwritten = poison(harness.act, sequences, capacity, row)
-        cache, numbers = harness.far_apart(unwritten)
+        cache = PagedCache(harness, poison(harness.act, 1, sequences, capacity, row), p.tiled)
         q_a = harness.poisoned(harness.act, guard(count), norm.width)
         harness.launch(
             Grid(count),
             num_tokens=harness.integer(count),
-            row_sequence=harness.input(numbers[sequence[rows]]),
+            row_sequence=harness.input(cache.sequences[sequence[rows]]),
             row_position=harness.input(positions[rows]),
             row_slot=harness.input(slots[rows]),
             q_a_kv_a=harness.input(projected[rows]),
@@ -102,10 +100,10 @@ def check_norm_and_cache(harness: Harness) -> None:
             cos_table=harness.input(cos),
             sin_table=harness.input(sin),
             q_a=q_a,
-            kv_cache=cache,
-            context_capacity=capacity,
+            kv_cache=cache.device,
+            **cache.arguments,
         )
-        written = written_rows(harness, cache, numbers, unwritten, sequence[rows], slots[rows])
+        written = cache.written("kv_cache", sequence[rows], slots[rows])
         return {"q_a": split_guard(harness, "q_a", harness.read(q_a), count), "kv_cache": written}
 
     q, latent, key = np.split(projected, [norm.width, norm.width + p.kv_lora], axis=1)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from kdgen.backends.base import Backend, DeviceArray, Pointer
 from kdgen.backends.cpu import CpuBackend
 from kdgen.errors import BackendError
-from kdgen.plan.cache_layout import TILE, from_tiles, to_tiles
 from kdgen.plan.ir import DType, Kernel, Plan
 from kdgen.plan.ops.same_bits import Twin
 from kdgen.spec.model import Spec
@@ -308,42 +307,6 @@ def split_guard(harness: Harness, name: str, values: Array, count: int) -> Array
     """The first ``count`` rows, once the guard rows are seen to be untouched."""
     harness.findings.untouched(f"{name} beyond row {count}", values[count:])
     return values[:count]
-
-
-def cache_slots(harness: Harness, slots: int) -> int:
-    """At least ``slots`` slots, as many as a sequence's part of the kernel's cache has."""
-    return -(-slots // TILE) * TILE if harness.plan.key_tiles else slots
-
-
-def sequences_apart(harness: Harness, rows: Array) -> tuple[DeviceArray, Array]:
-    """Cache rows [sequences, slots, width] on the device as the kernel's cache has them, as far apart as in a cache of many sequences; and
-    the numbers of these sequences there.
-    """
-    return harness.far_apart(in_slots(harness, rows))
-
-
-def in_slots(harness: Harness, rows: Array) -> Array:
-    """Cache rows [..., slots, width] as they lie in memory; behind them NaN up to whole tiles."""
-    missing = cache_slots(harness, rows.shape[-2]) - rows.shape[-2]
-    whole = np.concatenate([rows, np.full((*rows.shape[:-2], missing, rows.shape[-1]), np.nan, rows.dtype)], axis=-2)
-    return to_tiles(whole) if harness.plan.key_tiles else whole
-
-
-def read_cache(harness: Harness, device: DeviceArray, numbers: Array, like: Array) -> Array:
-    """The rows of a cache ``like`` [sequences, slots, width], whose sequences have these ``numbers`` on the device."""
-    parts = harness.read_parts(device, numbers, like)
-    return from_tiles(parts) if harness.plan.key_tiles else parts
-
-
-def written_rows(harness: Harness, device: DeviceArray, numbers: Array, like: Array, sequence: Array, slots: Array) -> Array:
-    """The rows at ``slots`` of each ``sequence`` of a cache ``like`` [sequences, slots, width], once the others are seen to be untouched.
-    On the device its sequences have these ``numbers``.
-    """
-    cache = read_cache(harness, device, numbers, like)
-    written = np.zeros(cache.shape[:2], bool)
-    written[sequence, slots] = True
-    harness.findings.untouched("kv_cache in other slots", cache[~written])
-    return np.asarray(cache[sequence, slots])
 
 
 Checker = Callable[[Harness], None]

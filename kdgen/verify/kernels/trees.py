@@ -17,12 +17,10 @@ from kdgen.verify.kernels.harness import (
     Registry,
     for_template,
     guard,
-    in_slots,
     poison,
-    read_cache,
-    spaced,
     split_guard,
 )
+from kdgen.verify.kernels.paged import PagedCache
 from kdgen.verify.kernels.step_rows import CROWD, SEQUENCES, drawn_lengths, small_steps
 
 Array = NDArray[Any]
@@ -271,30 +269,26 @@ def check_kv_compact(harness: Harness) -> None:
             accepted = [tree.path(end) for tree, end in zip(trees, ends, strict=True)]
             prefixes = harness.rng.integers(0, capacity - MAX_NODES, len(step))
             cache = harness.random(harness.act, layers, SEQUENCES, capacity, p.row)
-            slots = in_slots(harness, cache).reshape(layers * SEQUENCES, -1, p.row)
-            most = 2**31 // slots[0].size + SEQUENCES  # sequences of a cache beyond 2^31 elements
-            places = np.arange(layers)[:, None] * most + spaced(SEQUENCES, most)
-            device, numbers = harness.spread(slots, places.reshape(-1), layers * most)
-            most = SEQUENCES if numbers[1] == 1 else most  # where they are side by side
+            paged = PagedCache(harness, cache, p.tiled)
             meta = {
                 "step_count": np.array([len(step)]),
                 "step_begin": np.arange(len(step) + 1) * nodes,
                 "accepted_count": np.array([len(path) for path in accepted]),
                 "accepted_nodes": np.stack([_padded(np.array(path), MAX_PATH) for path in accepted]),
-                "row_sequence": np.repeat(numbers[step], nodes),
+                "row_sequence": np.repeat(paged.sequences[step], nodes),
                 "row_prefix": np.repeat(prefixes, nodes),
             }
             harness.launch(
                 Grid(sequences=len(step), replaced={0: layers}),
-                kv_cache=device,
-                context_capacity=slots.shape[1],
-                max_sequences=most,
+                kv_cache=paged.device,
+                layer_pages=paged.layer_pages,
+                **paged.arguments,
                 **harness.inputs({name: values.astype(np.int32) for name, values in meta.items()}),
             )
             expected = cache.copy()
             for sequence, prefix, path in zip(step, prefixes, accepted, strict=True):
                 kept = reference.compact(cache[:, sequence], int(prefix), path)
                 expected[:, sequence, : kept.shape[1]] = kept
-            got = read_cache(harness, device, numbers, slots).reshape(layers, SEQUENCES, -1, p.row)[:, :, :capacity]
+            got = paged.read()[:, :, :capacity]
             harness.findings.same_bits(f"kv_cache with nodes {accepted} of {nodes}", got, expected)
             harness.release()
