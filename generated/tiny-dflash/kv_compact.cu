@@ -24,7 +24,6 @@
 namespace kv_compact {
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 96;
-constexpr int ROW = 96;         // a cache row: [c_kv | k_rope]
 constexpr int PAGE_SLOTS = 64;  // slots of a page
 
 // The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
@@ -33,6 +32,7 @@ __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
   return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
 }
 
+constexpr int ROW = 96;  // a cache row: [c_kv | k_rope]
 __device__ __forceinline__ int place_in_page(int slot, int column) {
   return slot % PAGE_SLOTS * ROW + column;
 }

@@ -20,8 +20,7 @@ from kdgen.codegen.format import clang_format_cached
 from kdgen.codegen.source import Source
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
-from kdgen.plan.cache_layout import TILE
-from kdgen.plan.ir import Kernel, Plan
+from kdgen.plan.ir import PAGE_SLOTS, Kernel, Plan
 
 _COMPILED = ".jinja"  # suffix of cache entries that hold the Python code of a template
 _ENVIRONMENT = "1"  # version of ``environment``; raise it when the options change, because the code depends on them
@@ -114,8 +113,8 @@ def parts_of(template: str) -> tuple[str, ...]:
 
 def _context(kernel: Kernel) -> dict[str, object]:
     """What a template may print: the kernel's parameters ``p``, its C++ ``signature``, the ``block`` (threads) and ``smem`` (bytes of
-    dynamic shared memory) that it is launched with, and ``cache_tile``, the slots and columns of a tile of the cache."""
-    return {"p": kernel.params, "signature": kernel.signature, "block": kernel.block, "smem": kernel.smem, "cache_tile": TILE}
+    dynamic shared memory) that it is launched with, and ``page_slots``, the slots of a page of the cache."""
+    return {"p": kernel.params, "signature": kernel.signature, "block": kernel.block, "smem": kernel.smem, "page_slots": PAGE_SLOTS}
 
 
 def render(plan: Plan) -> list[Rendered]:

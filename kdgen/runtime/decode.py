@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kdgen.drafters.base import Candidates, DeviceDrafter, DeviceDraftRequest, DraftLogits, Proposal
 from kdgen.errors import BackendError
-from kdgen.plan.ir import MAX_CANDIDATES, Plan
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, Plan
 from kdgen.runtime.budget import Budgets, FixedBudget, budget_for
 from kdgen.runtime.engine import Engine, Verified
 from kdgen.runtime.request import Emit, Output, Request, ignore, room_after
@@ -171,7 +171,7 @@ class _Rounds(_Steps):
         self._rounds, self._choose, self._ahead = rounds, choose, ahead
 
     def begin(self, output: Output) -> None:
-        self._rounds.begin(output.length)
+        self._rounds.begin(output.length, output.room + MAX_NODES)
         self._chooser = self._choose(output.tokens[0])
 
     def step(self, output: Output) -> Sequence[int]:

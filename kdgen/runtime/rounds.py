@@ -88,10 +88,14 @@ class Rounds:
         self._length = 0
         self._costs: dict[int, float] = {}
 
-    def begin(self, length: int) -> None:
-        """Rounds follow, behind the engine's committed ``length`` tokens. Records their units where that was not done yet."""
+    def begin(self, length: int, tokens: int = 0) -> None:
+        """Rounds follow, behind the engine's committed ``length`` tokens. Records their units where that was not done yet.
+
+        Pages for ``tokens`` more are reserved now; a round that goes beyond those reserves some, for which the device is waited for.
+        """
         self.engine.begin_rounds(self._rows)
         self._length = length
+        self._reserve(tokens)
         for budget in self.budgets:
             self._unit(budget)
 
@@ -147,6 +151,10 @@ class Rounds:
         self._running.clear()
         self.engine.cut(length, root)
 
+    def _reserve(self, slots: int) -> None:
+        """Pages for ``slots`` more slots than the running rounds reach."""
+        self.engine.reserve(0, min(self._reach() + slots, self.engine.plan.limits.capacity))
+
     def _reach(self) -> int:
         """The most tokens that can be committed once the running rounds have ended."""
         return self._length + sum(1 + (self._extent(budget)[0] if budget else 0) for budget in self._running)
@@ -163,7 +171,7 @@ class Rounds:
 
     def _unit(self, budget: int) -> Replay:
         engine, rows = self.engine, max(budget + 1, self._rows)
-        engine.reserve(0, self._reach() + rows)
+        self._reserve(rows)
         context = engine.backend.recorded_context(self._reach() + rows)
         kind = (budget, context, engine.choosing("decode", [0]))
         if kind not in self._units:

@@ -290,7 +290,7 @@ TEMPLATES = [
         "kv_compact",
         ("the last accepted row stays behind", "j < accepted_count[place]; ++j", "j < accepted_count[place] - 1; ++j"),
         ("from the end of the path", "int j = 1; j < accepted_count[place]; ++j", "int j = accepted_count[place] - 1; j > 0; --j"),
-        ("pages by place in the step", "row_sequence[root];", "place;"),
+        ("pages by place in the step", "row_sequence[root] *", "place *"),
         ("rows of the first layer alone", "(size_t)layer * layer_pages", "(size_t)0 * layer_pages"),
         ("the root's prefix of the step's first tree", "prefix = row_prefix[root]", "prefix = row_prefix[0]"),
     ),
@@ -567,8 +567,8 @@ TEMPLATES = [
         ("a split's last tile brought whole", "key + TILE <= min(end_key, prefix)", "key <= min(end_key, prefix)"),
         (
             "keys' halves exchanged",
-            "source + half * HALF_CHUNKS * TILE * TILE, HALF",
-            "source + (1 - half) * HALF_CHUNKS * TILE * TILE, HALF",
+            "page + half * HALF_CHUNKS * TILE * TILE, HALF",
+            "page + (1 - half) * HALF_CHUNKS * TILE * TILE, HALF",
         ),
         ("the rotary chunk is left out", "if (rotary) cp_async_bulk(", "if (false) cp_async_bulk("),
         (
@@ -652,14 +652,10 @@ TEMPLATES = [
         "templates/lib/cache_place.cuh.j2",
         (
             "rows of tiles without the swizzle",
-            "swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof({{ p.act }})",
-            "slot % 64 * 64 + column % 64 / 8 * 8",
+            "swizzled(slot % PAGE_SLOTS, column % PAGE_SLOTS / 8) / (int)sizeof({{ p.act }})",
+            "slot % PAGE_SLOTS * 64 + column % 64 / 8 * 8",
         ),
-        (
-            "tiles of 64 slots as if they had one chunk",
-            "slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE",
-            "slot / CACHE_TILE + column / CACHE_TILE",
-        ),
+        ("all tiles of a page where the first one is", "column / PAGE_SLOTS * (PAGE_SLOTS * PAGE_SLOTS)", "column / PAGE_SLOTS"),
     ),
     *_in(
         "mla_combine_rows",
@@ -814,7 +810,7 @@ TEMPLATES = [
     *_in(
         "rope_cache",
         ("rotated by slot instead of position", "cos_table + (size_t)row_position[token_row]", "cos_table + (size_t)row_slot[token_row]"),
-        ("nodes of one depth share a slot", "sequence, row_slot[token_row]", "sequence, row_position[token_row]"),
+        ("nodes of one depth share a slot", "slot = row_slot[token_row]", "slot = row_position[token_row]"),
     ),
     *_in(
         "templates/lib/rotary.cuh.j2",
@@ -826,7 +822,7 @@ TEMPLATES = [
         ("eps left out", "sqrtf(square_sum / KV_LORA + EPS)", "sqrtf(square_sum / KV_LORA)"),
         ("no barrier before the warps are joined", "  __syncthreads();\n", ""),
         ("the latent's own key part is not turned", "rotate(latent + KV_LORA,", "rotate(latent,"),
-        ("the turned part lands on the latent", "CacheRow{sequence, slot, KV_LORA}", "CacheRow{sequence, slot, 0}"),
+        ("the turned part lands on the latent", "CacheRow{page, slot, KV_LORA}", "CacheRow{page, slot, 0}"),
     ),
     *_in(
         "norm_and_cache",
@@ -1162,8 +1158,8 @@ HOST = [
         "kdgen/runtime/engine.py",
         (
             "reset leaves the length on the device",
-            'self.backend.write(self._buffers["sequence_length"], np.zeros(1, np.int32), sequence)\n        if',
-            "if",
+            "self._set_length(sequence, 0)\n        if",
+            "self._lengths[sequence] = 0\n        if",
             "together",
         ),
         ("reset keeps the old sampling", "if self._sampling[sequence] != sampling:", "if self._sampling[sequence] is None:", "together"),

@@ -17,7 +17,7 @@ from kdgen.plan.attention import (
     wgmma_group,
     wgmma_smem,
 )
-from kdgen.plan.ir import MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Group, Kernel
+from kdgen.plan.ir import MAX_PATH, ONE, Cost, Extent, Group, Kernel
 from kdgen.plan.key_splits import Splits
 from kdgen.plan.ops.attention_combine import max_splits
 from kdgen.plan.ops.attention_schedule import EVERY_ROW, RowGroup, attention_blocks
@@ -61,7 +61,6 @@ class RopeCache:
     interleave: bool
     act: CType
     tiled: bool  #: the cache lies in tiles (kdgen.plan.cache_layout)
-    page_slots: int
     block: int
     pairing_comment: str
 
@@ -83,7 +82,6 @@ class MlaAttentionF32:
     heads: int
     kv_lora: int
     row: int
-    page_slots: int
     max_path: int
     split: int
     tile: int
@@ -104,7 +102,6 @@ class MlaAttentionMma:
     heads: int
     kv_lora: int
     row: int
-    page_slots: int
     max_path: int
     split: int
     blocks_per_sm: int
@@ -123,7 +120,6 @@ class MlaAttentionWgmma:
     heads: int
     kv_lora: int
     row: int
-    page_slots: int
     max_path: int
     splits: Splits
     group: int
@@ -179,7 +175,6 @@ class RopeCacheOp(Op):
         p = RopeCache(
             name="rope_cache", heads=s.num_attention_heads, kv_lora=s.kv_lora_rank, rope=s.qk_rope_head_dim, qk_head=s.qk_head_dim,
             row=s.cache_row_dim, kv_a_stride=kv_a_stride(s), kv_a_offset=s.q_lora_rank or 0,
-            page_slots=PAGE_SLOTS,
             eps=LORA_NORM_EPS, interleave=s.rope_interleave, act=mode.act, tiled=mode.wgmma, block=block, pairing_comment=pairing,
         )  # fmt: skip
         rope_bytes = 2 * s.num_attention_heads * s.qk_rope_head_dim * mode.act_bytes
@@ -255,7 +250,6 @@ class MlaAttentionOp(Op):
         if mode.wgmma:
             smem, head_tiles = wgmma_smem(s), max(1, heads // WGMMA_TILE)
             wgmma = MlaAttentionWgmma(
-                page_slots=PAGE_SLOTS,
                 name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, splits=every, group=wgmma_group(s),
                 max_items=max_work_items(s), schedule_bytes=schedule_bytes(s),
                 scale_log2=s.softmax_scale * math.log2(math.e), slack=SOFTMAX_SLACK, act="bf16", tiled=True,
@@ -264,14 +258,13 @@ class MlaAttentionOp(Op):
             return Kernel("mla_attention", "mla_attention_wgmma.cu.j2", wgmma, 384, grid, smem, cost, summary, early=early, group=group)
         if not self.c.tensor_cores:
             generic = MlaAttentionF32(
-                name="mla_attention", heads=heads, kv_lora=latent, row=row, page_slots=PAGE_SLOTS, max_path=MAX_PATH, split=split, tile=32,
+                name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, tile=32,
                 scale=s.softmax_scale, block=block_for(latent, 128), blocks_per_sm=4,
             )  # fmt: skip
             grid = (ROW_EXTENT, Extent(heads), splits)
             return Kernel("mla_attention", "mla_attention_f32.cu.j2", generic, generic.block, grid, 0, cost, summary, group=group)
         smem = attention_smem(s)
         mma = MlaAttentionMma(
-            page_slots=PAGE_SLOTS,
             name="mla_attention", heads=heads, kv_lora=latent, row=row, max_path=MAX_PATH, split=split, blocks_per_sm=2,
             scale=s.softmax_scale,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdgen.plan.ir import MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Kernel, Limits
+from kdgen.plan.ir import MAX_PATH, ONE, Cost, Extent, Kernel, Limits
 from kdgen.plan.ops.op import (
     ROW_EXTENT,
     Argument,
@@ -94,7 +94,6 @@ class DraftHeads:
     """Context of draft_heads.cu.j2."""
 
     name: str
-    page_slots: int
     queries: bool
     query_heads: int
     key_heads: int
@@ -110,7 +109,6 @@ class GqaAttention:
     """Context of gqa_attention.cu.j2."""
 
     name: str
-    page_slots: int
     heads: int
     key_heads: int
     group: int
@@ -227,7 +225,6 @@ class DraftHeadsOp(_DraftOp):
         d, mode, name = self.draft, self.c.mode, "draft_block_heads" if self.queries else "draft_context_heads"
         heads = d.num_key_value_heads + (d.num_attention_heads if self.queries else 0)
         p = DraftHeads(
-            page_slots=PAGE_SLOTS,
             name=name, queries=self.queries, query_heads=d.num_attention_heads, key_heads=d.num_key_value_heads, head=d.head_dim,
             eps=d.rms_norm_eps, act=mode.act, block=_HEADS_PER_BLOCK * 32, blocks_per_sm=8,
         )  # fmt: skip
@@ -273,7 +270,6 @@ class GqaAttentionOp(_DraftOp):
             "none": "No layer has a window.",
         }[d.sliding_mask]
         p = GqaAttention(
-            page_slots=PAGE_SLOTS,
             name="draft_attention", heads=d.num_attention_heads, key_heads=d.num_key_value_heads, group=d.group_heads, head=d.head_dim,
             split=split_keys(d), rows=rows, row_tiles=row_tiles, scale=d.head_dim**-0.5, causal=d.sliding_mask == "causal",
             act=self.c.mode.act, block=attention_block(d),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, PAGE_SLOTS, Cost, Extent, Kernel
+from kdgen.plan.ir import MAX_CANDIDATES, MAX_NODES, MAX_PATH, ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import (
     ROW_EXTENT,
     SEQUENCE_EXTENT,
@@ -84,7 +84,6 @@ class KvCompact:
     max_path: int
     act: CType
     tiled: bool
-    page_slots: int
     block: int
 
 
@@ -212,7 +211,7 @@ class KvCompactOp(Op):
     def kernel(self) -> Kernel:
         s, mode = self.c.spec, self.c.mode
         block = block_for(s.cache_row_dim, 128)
-        p = KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, mode.act, mode.wgmma, PAGE_SLOTS, block)
+        p = KvCompact("kv_compact", s.cache_row_dim, MAX_PATH, mode.act, mode.wgmma, block)
         grid = (Extent(s.num_hidden_layers), Extent(-(-s.cache_row_dim // block)), SEQUENCE_EXTENT)
         cost = Cost(bytes_per_row=2 * s.num_hidden_layers * s.cache_row_dim * mode.act_bytes)
         return Kernel(
