@@ -5,15 +5,16 @@
 // Block: 128 threads, 0 bytes of dynamic shared memory.
 // Programs: verify; in verify after tree_accept and last.
 // Arguments:
-//   step_count        const int*  step_count [1] int32
-//   step_begin        const int*  step_begin [sequences + 1] int32
-//   accepted_count    const int*  accepted_count [sequences] int32
-//   accepted_nodes    const int*  accepted_nodes [sequences][16] int32
-//   row_sequence      const int*  row_sequence [rows] int32
-//   row_prefix        const int*  row_prefix [rows] int32
-//   kv_cache          bf16*       kv_cache [27][sequences][context + 64][576] bfloat16
-//   context_capacity  int         set by the plan
-//   max_sequences     int         set by the plan
+//   step_count      const int*  step_count [1] int32
+//   step_begin      const int*  step_begin [sequences + 1] int32
+//   accepted_count  const int*  accepted_count [sequences] int32
+//   accepted_nodes  const int*  accepted_nodes [sequences][16] int32
+//   row_sequence    const int*  row_sequence [rows] int32
+//   row_prefix      const int*  row_prefix [rows] int32
+//   kv_cache        bf16*       kv_cache [27][65 sequences][64][576] bfloat16
+//   page_table      const int*  page_table [sequences][by context] int32
+//   sequence_pages  int         set by the plan
+//   layer_pages     int         set by the plan
 
 // Moves the cache rows of accepted nodes to the slots of their positions, in every layer and for every tree of a step.
 // Each thread moves one column. The j-th accepted node has an index of at least j, so moving nodes in the order of the
@@ -23,29 +24,38 @@
 namespace kv_compact {
 constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 128;
-constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
-constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
-// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
-__device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
-  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
-         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
+constexpr int PAGE_SLOTS = 64;  // slots of a page
+
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
+
+constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
+// A page consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
+__device__ __forceinline__ int place_in_page(int slot, int column) {
+  const int tile = column / PAGE_SLOTS * (PAGE_SLOTS * PAGE_SLOTS);
+  return tile + swizzled(slot % PAGE_SLOTS, column % PAGE_SLOTS / 8) / (int)sizeof(bf16) + column % 8;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     kv_compact(const int* step_count, const int* step_begin, const int* accepted_count,
                const int* accepted_nodes, const int* row_sequence, const int* row_prefix, bf16* kv_cache,
-               int context_capacity, int max_sequences) {
+               const int* __restrict__ page_table, int sequence_pages, int layer_pages) {
   begin_after_previous_kernel();
   const int layer = blockIdx.x, column = blockIdx.y * BLOCK + threadIdx.x, place = blockIdx.z;
   if (place >= *step_count || column >= ROW) return;
   const int root = step_begin[place];
   const int* nodes = accepted_nodes + place * MAX_PATH;
-  const size_t slab = (size_t)layer * max_sequences + row_sequence[root];
-  bf16* sequence = kv_cache + slab * context_capacity * ROW;
+  bf16* cache = kv_cache + (size_t)layer * layer_pages * (PAGE_SLOTS * ROW);
+  const int* pages = page_table + row_sequence[root] * sequence_pages;
+  auto number = [&](int slot) -> bf16& {
+    return page_of<ROW>(cache, pages, slot)[place_in_page(slot, column)];
+  };
   const int prefix = row_prefix[root];
   for (int j = 1; j < accepted_count[place]; ++j)
-    if (nodes[j] != j)
-      sequence[cache_place(prefix + j, column)] = sequence[cache_place(prefix + nodes[j], column)];
+    if (nodes[j] != j) number(prefix + j) = number(prefix + nodes[j]);
 }
 }  // namespace kv_compact

@@ -46,7 +46,8 @@ constexpr int WARP_VALUE_TILES = (VALUE_TILES + WARPS - 1) / WARPS;
 constexpr int P_ROW = TILE + 8;
 constexpr int PAGE_SLOTS = 64;  // slots of a page
 
-// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
 template <int NUMBERS, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
   return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);

@@ -5,15 +5,16 @@
 // Block: 384 threads, 231600 bytes of dynamic shared memory.
 // Programs: prefill, decode, verify, prefill_tiled; in decode after w_uk_absorb_few and before mla_combine_and_w_uv.
 // Arguments:
-//   schedules         const Schedule*  attention_schedule [by rows][26928] int32
-//   row_path          const int*       row_path [rows][16] int32
-//   query             const bf16*      query [rows][16][576] bfloat16
-//   kv_cache          const bf16*      kv_cache [sequences][context + 64][576] bfloat16, of this layer
-//   split_values      bf16*            split_values [528][by context][16][512] bfloat16
-//   split_max         float*           split_max [528][16][by context] float32
-//   split_sum         float*           split_sum [528][16][by context] float32
-//   context_capacity  int              set by the plan
-//   max_splits        int              set by the plan
+//   schedules       const Schedule*  attention_schedule [by rows][26928] int32
+//   row_path        const int*       row_path [rows][16] int32
+//   query           const bf16*      query [rows][16][576] bfloat16
+//   kv_cache        const bf16*      kv_cache [65 sequences][64][576] bfloat16, of this layer
+//   split_values    bf16*            split_values [528][by context][16][512] bfloat16
+//   split_max       float*           split_max [528][16][by context] float32
+//   split_sum       float*           split_sum [528][16][by context] float32
+//   page_table      const int*       page_table [sequences][by context] int32
+//   sequence_pages  int              set by the plan
+//   max_splits      int              set by the plan
 
 // Absorbed MLA attention on wgmma: 64 heads, those of one token row or of a group of rows, are the m64 operand.
 // attention_schedule says which splits of which rows a block works on. Two loader warps fill each of two stages with
@@ -28,19 +29,26 @@
 #include "primitives.cuh"
 
 namespace mla_attention {
-constexpr int ROW = 576;        // a cache row: [c_kv | k_rope]
-constexpr int CACHE_TILE = 64;  // slots of a tile, and its columns
-// The cache consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
-__device__ __forceinline__ size_t cache_place(int slot, int column) {
-  const int tile = slot / CACHE_TILE * (ROW / CACHE_TILE) + column / CACHE_TILE;
-  return (size_t)tile * (CACHE_TILE * CACHE_TILE) +
-         swizzled(slot % CACHE_TILE, column % CACHE_TILE / 8) / sizeof(bf16) + column % 8;
+constexpr int PAGE_SLOTS = 64;  // slots of a page
+
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
+
+constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]
+// A page consists of tiles, swizzled as wgmma reads them in shared memory: a bulk copy moves a tile as it is.
+__device__ __forceinline__ int place_in_page(int slot, int column) {
+  const int tile = column / PAGE_SLOTS * (PAGE_SLOTS * PAGE_SLOTS);
+  return tile + swizzled(slot % PAGE_SLOTS, column % PAGE_SLOTS / 8) / (int)sizeof(bf16) + column % 8;
 }
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;  // also the values' width: V is the latent part of the key row
 constexpr int MAX_PATH = 16;
 constexpr float SCALE = 0x1.52f5d8p-3f /* 0.165507976 */;  // with log2(e) in it: exponentials are powers of 2
-constexpr int TILE = CACHE_TILE;  // keys of a tile, heads of a block, and columns of a chunk of either
+constexpr int TILE = PAGE_SLOTS;  // keys of a tile, heads of a block, and columns of a chunk of either
 constexpr int CHUNKS = ROW / TILE;
 constexpr int STAGES = 2;                 // one for each warpgroup that makes scores
 constexpr int GROUP = 4;                  // token rows of a tile of heads
@@ -259,13 +267,13 @@ __device__ __forceinline__ void announce(u64* filled) {
 // What a loader warp does: it copies half `half` of the columns, of the keys of every tile in its stage and of one in
 // STAGES of the query's heads.
 __device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work, const int* row_path,
-                                           const bf16* query, const bf16* kv_cache, int context_capacity,
-                                           int stage, int half) {
+                                           const bf16* query, const bf16* kv_cache, const int* page_table,
+                                           int sequence_pages, int stage, int half) {
   const int lane = threadIdx.x % 32;
   const bool rotary = half == stage;
   int tile = 0;
   auto load = [&](const WorkItem& item, int, int first_key, int end_key, bool other_rows) {
-    const bf16* cache = kv_cache + (size_t)item.sequence * context_capacity * ROW;
+    const int* pages = page_table + item.sequence * sequence_pages;
     const int prefix = item.prefix;
     const int* path = row_path + item.row * MAX_PATH;
     bool query_is_copied = false;
@@ -282,18 +290,18 @@ __device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work
     if (other_rows && tile % STAGES != stage) copy_queries();
     for (int key = first_key; key < end_key; key += TILE, ++tile) {
       if (tile % STAGES != stage) continue;
+      const bf16* page = page_of<ROW>(kv_cache, pages, key);  // read while the stage is still in use
       if (tile >= STAGES) mbarrier_wait_parity(&shared->read[stage][half], (tile / STAGES - 1) & 1);
       Chunk* chunks = shared->key[stage];
       u64* filled = &shared->filled[stage][half];
       if (key + TILE > item.old_keys) griddepcontrol_wait();  // earlier steps wrote most keys
       if (key + TILE <= min(end_key, prefix)) {               // the cache holds the tile as wgmma reads it
         if (lane == 0) {
-          const bf16* source = cache + cache_place(key, 0);
           mbarrier_arrive_expect_tx(filled, (HALF_CHUNKS + rotary) * sizeof(Chunk));
-          cp_async_bulk(chunks[half * HALF_CHUNKS], source + half * HALF_CHUNKS * TILE * TILE,
+          cp_async_bulk(chunks[half * HALF_CHUNKS], page + half * HALF_CHUNKS * TILE * TILE,
                         HALF_CHUNKS * sizeof(Chunk), filled);
           if (rotary)
-            cp_async_bulk(chunks[CHUNKS - 1], source + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
+            cp_async_bulk(chunks[CHUNKS - 1], page + (CHUNKS - 1) * TILE * TILE, sizeof(Chunk), filled);
         }
       } else {
 #pragma unroll 4
@@ -302,7 +310,8 @@ __device__ __forceinline__ void load_tiles(Shared* shared, const BlockWork& work
           const bool visible = position < end_key;
           int slot = 0;
           if (visible) slot = position < prefix ? position : prefix + path[position - prefix];
-          copy_row(chunks, cache + cache_place(slot, lane % 8 * 8), TILE * TILE, half, rotary, row, visible);
+          const bf16* numbers = page_of<ROW>(kv_cache, pages, slot) + place_in_page(slot, lane % 8 * 8);
+          copy_row(chunks, numbers, TILE * TILE, half, rotary, row, visible);
         }
         announce(filled);
       }
@@ -462,8 +471,8 @@ __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     mla_attention(const Schedule* schedules, const int* row_path, const bf16* query, const bf16* kv_cache,
-                  bf16* split_values, float* split_max, float* split_sum, int context_capacity,
-                  int max_splits) {
+                  bf16* split_values, float* split_max, float* split_sum, const int* __restrict__ page_table,
+                  int sequence_pages, int max_splits) {
   SHARED_DYNAMIC(Shared, shared);
   // an earlier launch wrote it; the load runs while barriers are set up
   const BlockWork work = read_work(schedules);
@@ -491,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
   if (warp >= 8) {
     setmaxnreg_dec<72>();
-    load_tiles(shared, work, row_path, query, kv_cache, context_capacity, warp % 4 / 2, warp % 2);
+    load_tiles(shared, work, row_path, query, kv_cache, page_table, sequence_pages, warp % 4 / 2, warp % 2);
     griddepcontrol_wait();  // later launches count on it that this one ends after the one before it
     return;
   }

@@ -5,18 +5,19 @@
 // Block: 64 threads, 16640 bytes of dynamic shared memory.
 // Programs: draft; in draft after draft_block_heads and before draft_combine.
 // Arguments:
-//   step_count        const int*   step_count [1] int32
-//   step_sequence     const int*   step_sequence [sequences] int32
-//   draft_begin       const int*   draft_begin [sequences + 1] int32
-//   sequence_length   const int*   sequence_length [sequences] int32
-//   query             const bf16*  draft_query [16 sequences][192] bfloat16
-//   draft_cache       const bf16*  draft_cache [sequences][context + 64][192] bfloat16, of this layer
-//   split_values      float*       draft_values [16 sequences][by context][4][48] float32
-//   split_max         float*       draft_max [16 sequences][by context][4] float32
-//   split_sum         float*       draft_sum [16 sequences][by context][4] float32
-//   context_capacity  int          set by the plan
-//   max_splits        int          set by the plan
-//   window            int          set by the plan
+//   step_count       const int*   step_count [1] int32
+//   step_sequence    const int*   step_sequence [sequences] int32
+//   draft_begin      const int*   draft_begin [sequences + 1] int32
+//   sequence_length  const int*   sequence_length [sequences] int32
+//   query            const bf16*  draft_query [16 sequences][192] bfloat16
+//   draft_cache      const bf16*  draft_cache [65 sequences][64][192] bfloat16, of this layer
+//   split_values     float*       draft_values [16 sequences][by context][4][48] float32
+//   split_max        float*       draft_max [16 sequences][by context][4] float32
+//   split_sum        float*       draft_sum [16 sequences][by context][4] float32
+//   page_table       const int*   page_table [sequences][by context] int32
+//   sequence_pages   int          set by the plan
+//   max_splits       int          set by the plan
+//   window           int          set by the plan
 
 // Attention of draft blocks over the draft cache of their sequence, committed rows and the draft block's own rows,
 // in float32. A block has one place of the step, tile of query rows, key head and split of the keys. A query row is
@@ -39,6 +40,15 @@ constexpr int BLOCKS_PER_SM = 6;  // the registers that this leaves are enough n
 constexpr int WARPS = BLOCK / 32;
 constexpr int WARP_ROWS = ROWS / WARPS;             // query rows whose scores a warp computes
 constexpr int VALUES = (HEAD + BLOCK - 1) / BLOCK;  // value columns of a thread
+constexpr int PAGE_SLOTS = 64;                      // slots of a page
+
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
+static_assert(PAGE_SLOTS % TILE == 0 && SPLIT % TILE == 0, "a tile lies in one page");
 
 struct Shared {
   float query[HEAD][ROWS];
@@ -51,8 +61,8 @@ static_assert(sizeof(Shared) == 16640, "the plan launches with this many bytes")
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
     draft_attention(const int* step_count, const int* step_sequence, const int* draft_begin,
                     const int* sequence_length, const bf16* query, const bf16* draft_cache,
-                    float* split_values, float* split_max, float* split_sum, int context_capacity,
-                    int max_splits, int window) {
+                    float* split_values, float* split_max, float* split_sum,
+                    const int* __restrict__ page_table, int sequence_pages, int max_splits, int window) {
   begin_after_previous_kernel();
   SHARED_DYNAMIC(Shared, shared);
   const int place = blockIdx.x / ROW_TILES, first_row = blockIdx.x % ROW_TILES * ROWS;
@@ -64,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   const int oldest = window > 0 ? max(start - window + 1, 0) : 0;  // the first key that any row sees
   const int first_key = split * SPLIT, end_key = min(first_key + SPLIT, end);
   if (rows <= 0 || first_key >= end || end_key <= oldest) return;
-  const bf16* cache = draft_cache + (size_t)sequence * context_capacity * CACHE_ROW + key_head * HEAD;
+  const int* pages = page_table + sequence * sequence_pages;
   auto head_row = [&](int r) {  // of a query row, in [token row][head]
     return (size_t)(begin + (first_row + r) / GROUP) * HEADS + key_head * GROUP + (first_row + r) % GROUP;
   };
@@ -88,9 +98,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
 
   for (int tile_key = first_key; tile_key < end_key; tile_key += TILE) {
     const int keys = min(TILE, end_key - tile_key);
+    const bf16* tile = page_of<CACHE_ROW>(draft_cache, pages, tile_key) + tile_key % PAGE_SLOTS * CACHE_ROW +
+                       key_head * HEAD;
     // All warps have passed the barrier behind the last tile's scores, so none reads its keys any more.
     for (int i = threadIdx.x; i < keys * HEAD; i += BLOCK)
-      shared->key[i / HEAD][i % HEAD] = to_float(cache[(size_t)(tile_key + i / HEAD) * CACHE_ROW + i % HEAD]);
+      shared->key[i / HEAD][i % HEAD] = to_float(tile[i / HEAD * CACHE_ROW + i % HEAD]);
     __syncthreads();
     float dot[WARP_ROWS];
 #pragma unroll
@@ -122,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
       if (column >= HEAD) break;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) values[v][r] *= shared->rescale[r];
-      const bf16* value = cache + (size_t)tile_key * CACHE_ROW + KEY_HEADS * HEAD + column;
+      const bf16* value = tile + KEY_HEADS * HEAD + column;
       for (int k = 0; k < keys; ++k) {
-        const float value_k = to_float(value[(size_t)k * CACHE_ROW]);
+        const float value_k = to_float(value[k * CACHE_ROW]);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) values[v][r] = fmaf(shared->probability[k][r], value_k, values[v][r]);
       }

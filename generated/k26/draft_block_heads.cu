@@ -35,7 +35,8 @@ constexpr int BLOCKS_PER_SM = 8;   // the registers that this leaves are enough 
 constexpr int WARPS = BLOCK / 32;  // heads of a block
 constexpr int PAGE_SLOTS = 64;     // slots of a page
 
-// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
 template <int NUMBERS, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
   return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);

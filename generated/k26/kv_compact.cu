@@ -26,7 +26,8 @@ constexpr int MAX_PATH = 16;
 constexpr int BLOCK = 128;
 constexpr int PAGE_SLOTS = 64;  // slots of a page
 
-// The page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS numbers.
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
 template <int NUMBERS, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
   return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);

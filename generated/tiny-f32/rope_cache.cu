@@ -5,18 +5,19 @@
 // Block: 32 threads, 0 bytes of dynamic shared memory.
 // Programs: prefill, decode, verify; in decode after q_b_proj and before w_uk_absorb.
 // Arguments:
-//   num_tokens        const int*    num_tokens [1] int32
-//   row_sequence      const int*    row_sequence [rows] int32
-//   row_position      const int*    row_position [rows] int32
-//   row_slot          const int*    row_slot [rows] int32
-//   kv_a              const float*  kv_a [rows][192] float32
-//   norm_weight       const float*  kv_a_layernorm [64] float32
-//   q                 const float*  q [rows][4][64] float32
-//   cos_table         const float*  cos_table [context + 64][16] float32
-//   sin_table         const float*  sin_table [context + 64][16] float32
-//   kv_cache          float*        kv_cache [sequences][context + 64][96] float32, of this layer
-//   query             float*        query [rows][4][96] float32
-//   context_capacity  int           set by the plan
+//   num_tokens      const int*    num_tokens [1] int32
+//   row_sequence    const int*    row_sequence [rows] int32
+//   row_position    const int*    row_position [rows] int32
+//   row_slot        const int*    row_slot [rows] int32
+//   kv_a            const float*  kv_a [rows][192] float32
+//   norm_weight     const float*  kv_a_layernorm [64] float32
+//   q               const float*  q [rows][4][64] float32
+//   cos_table       const float*  cos_table [context + 64][16] float32
+//   sin_table       const float*  sin_table [context + 64][16] float32
+//   kv_cache        float*        kv_cache [65 sequences][64][96] float32, of this layer
+//   query           float*        query [rows][4][96] float32
+//   page_table      const int*    page_table [sequences][by context] int32
+//   sequence_pages  int           set by the plan
 
 // Writes a token row's cache row and the rotary part of its queries: c_kv is normalised; k_rope and q_rope of all heads
 // are rotated by the row's position. Pairs are interleaved, (x0, x1), (x2, x3), ...
@@ -37,28 +38,39 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[first_of_pair(i)] = from_float<float>(a * cos_row[i] - b * sin_row[i]);
   out[second_of_pair(i)] = from_float<float>(b * cos_row[i] + a * sin_row[i]);
 }
+constexpr int PAGE_SLOTS = 64;  // slots of a page
+
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
+
 constexpr int ROW = 96;  // a cache row: [c_kv | k_rope]
-__device__ __forceinline__ size_t cache_place(int slot, int column) { return (size_t)slot * ROW + column; }
+__device__ __forceinline__ int place_in_page(int slot, int column) {
+  return slot % PAGE_SLOTS * ROW + column;
+}
 constexpr int KV_LORA = 64;
 constexpr int KV_A_STRIDE = 192;                    // numbers of a row of the projection's output
 constexpr int KV_A_OFFSET = 96;                     // where [c_kv | k_rope] lies in it
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // of kv_a_layernorm, which has its own
 constexpr int BLOCK = 32, WARPS = BLOCK / 32;
 
-// Gives access to the row in slot `slot` of a sequence's part of the cache, from column `first` on.
+// Gives access to the row in slot `slot` of a page, from column `first` on.
 struct CacheRow {
-  float* sequence;
+  float* page;
   int slot, first;
   __device__ __forceinline__ float& operator[](int column) const {
-    return sequence[cache_place(slot, first + column)];
+    return page[place_in_page(slot, first + column)];
   }
 };
 // Writes [c_kv | k_rope]: c_kv normalised, k_rope rotated.
 __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
                                                 const float* norm_weight, const float* cos_row,
-                                                const float* sin_row, float* sequence, int slot) {
+                                                const float* sin_row, float* page, int slot) {
   for (int i = threadIdx.x; i < HALF; i += BLOCK)
-    rotate(latent + KV_LORA, cos_row, sin_row, i, CacheRow{sequence, slot, KV_LORA});
+    rotate(latent + KV_LORA, cos_row, sin_row, i, CacheRow{page, slot, KV_LORA});
   float square_sum = 0.0f;
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK) square_sum = fmaf(latent[i], latent[i], square_sum);
   square_sum = warp_sum(square_sum);
@@ -70,7 +82,7 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
   // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
   // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / KV_LORA + EPS));
-  const CacheRow row{sequence, slot, 0};
+  const CacheRow row{page, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
     row[i] = from_float<float>(latent[i] * scale * norm_weight[i]);
 }
@@ -79,16 +91,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     rope_cache(const int* num_tokens, const int* row_sequence, const int* row_position, const int* row_slot,
                const float* kv_a, const float* __restrict__ norm_weight, const float* q,
                const float* __restrict__ cos_table, const float* __restrict__ sin_table, float* kv_cache,
-               float* query, int context_capacity) {
+               float* query, const int* __restrict__ page_table, int sequence_pages) {
   begin_after_previous_kernel();
   SHARED_ARRAY(float, warp_square_sum, [WARPS]);
   const int token_row = blockIdx.x;
   if (token_row >= *num_tokens) return;
   const float* cos_row = cos_table + (size_t)row_position[token_row] * HALF;
   const float* sin_row = sin_table + (size_t)row_position[token_row] * HALF;
-  float* sequence = kv_cache + (size_t)row_sequence[token_row] * context_capacity * ROW;
+  const int slot = row_slot[token_row];
+  float* page = page_of<ROW>(kv_cache, page_table + row_sequence[token_row] * sequence_pages, slot);
   const float* latent = kv_a + (size_t)token_row * KV_A_STRIDE + KV_A_OFFSET;
-  write_cache_row(warp_square_sum, latent, norm_weight, cos_row, sin_row, sequence, row_slot[token_row]);
+  write_cache_row(warp_square_sum, latent, norm_weight, cos_row, sin_row, page, slot);
   for (int j = threadIdx.x; j < HEADS * HALF; j += BLOCK) {
     const size_t head = (size_t)token_row * HEADS + j / HALF;
     rotate(q + head * QK_HEAD + QK_HEAD - ROPE, cos_row, sin_row, j % HALF, query + head * ROW + KV_LORA);

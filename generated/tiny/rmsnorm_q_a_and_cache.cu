@@ -5,18 +5,19 @@
 // Block: 32 threads, 0 bytes of dynamic shared memory.
 // Programs: decode, verify; in decode after q_a_kv_a_proj and before q_b_proj.
 // Arguments:
-//   num_tokens        const int*    num_tokens [1] int32
-//   row_sequence      const int*    row_sequence [rows] int32
-//   row_position      const int*    row_position [rows] int32
-//   row_slot          const int*    row_slot [rows] int32
-//   q_a_kv_a          const float*  kv_a [rows][192] float32
-//   q_a_weight        const float*  q_a_layernorm [96] float32
-//   kv_a_weight       const float*  kv_a_layernorm [64] float32
-//   cos_table         const float*  cos_table [context + 64][16] float32
-//   sin_table         const float*  sin_table [context + 64][16] float32
-//   q_a               bf16*         q_a [rows][96] bfloat16
-//   kv_cache          bf16*         kv_cache [sequences][context + 64][96] bfloat16, of this layer
-//   context_capacity  int           set by the plan
+//   num_tokens      const int*    num_tokens [1] int32
+//   row_sequence    const int*    row_sequence [rows] int32
+//   row_position    const int*    row_position [rows] int32
+//   row_slot        const int*    row_slot [rows] int32
+//   q_a_kv_a        const float*  kv_a [rows][192] float32
+//   q_a_weight      const float*  q_a_layernorm [96] float32
+//   kv_a_weight     const float*  kv_a_layernorm [64] float32
+//   cos_table       const float*  cos_table [context + 64][16] float32
+//   sin_table       const float*  sin_table [context + 64][16] float32
+//   q_a             bf16*         q_a [rows][96] bfloat16
+//   kv_cache        bf16*         kv_cache [65 sequences][64][96] bfloat16, of this layer
+//   page_table      const int*    page_table [sequences][by context] int32
+//   sequence_pages  int           set by the plan
 
 // A token row has two blocks. One normalises its low-rank query. The other writes its cache row: c_kv normalised,
 // k_rope rotated by the row's position.
@@ -107,8 +108,19 @@ __device__ __forceinline__ void rotate(const X* x, const float* cos_row, const f
   out[second_of_pair(i)] = from_float<bf16>(b * cos_row[i] + a * sin_row[i]);
 }
 
+constexpr int PAGE_SLOTS = 64;  // slots of a page
+
+// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
+// numbers.
+template <int NUMBERS, class T>
+__device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+}
+
 constexpr int ROW = 96;  // a cache row: [c_kv | k_rope]
-__device__ __forceinline__ size_t cache_place(int slot, int column) { return (size_t)slot * ROW + column; }
+__device__ __forceinline__ int place_in_page(int slot, int column) {
+  return slot % PAGE_SLOTS * ROW + column;
+}
 
 constexpr int KV_LORA = 64;
 constexpr int KV_A_STRIDE = 192;                    // numbers of a row of the projection's output
@@ -116,20 +128,20 @@ constexpr int KV_A_OFFSET = 96;                     // where [c_kv | k_rope] lie
 constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // of kv_a_layernorm, which has its own
 constexpr int BLOCK = 32, WARPS = BLOCK / 32;
 
-// Gives access to the row in slot `slot` of a sequence's part of the cache, from column `first` on.
+// Gives access to the row in slot `slot` of a page, from column `first` on.
 struct CacheRow {
-  bf16* sequence;
+  bf16* page;
   int slot, first;
   __device__ __forceinline__ bf16& operator[](int column) const {
-    return sequence[cache_place(slot, first + column)];
+    return page[place_in_page(slot, first + column)];
   }
 };
 // Writes [c_kv | k_rope]: c_kv normalised, k_rope rotated.
 __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS], const float* latent,
                                                 const float* norm_weight, const float* cos_row,
-                                                const float* sin_row, bf16* sequence, int slot) {
+                                                const float* sin_row, bf16* page, int slot) {
   for (int i = threadIdx.x; i < HALF; i += BLOCK)
-    rotate(latent + KV_LORA, cos_row, sin_row, i, CacheRow{sequence, slot, KV_LORA});
+    rotate(latent + KV_LORA, cos_row, sin_row, i, CacheRow{page, slot, KV_LORA});
   float square_sum = 0.0f;
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK) square_sum = fmaf(latent[i], latent[i], square_sum);
   square_sum = warp_sum(square_sum);
@@ -141,7 +153,7 @@ __device__ __forceinline__ void write_cache_row(float (&warp_square_sum)[WARPS],
   // If the sum of squares overflows to infinity, 1 / sqrt is 0 and hides it; 0 * infinity adds a NaN, which ends
   // the run.
   const float scale = fmaf(0.0f, square_sum, 1.0f / sqrtf(square_sum / KV_LORA + EPS));
-  const CacheRow row{sequence, slot, 0};
+  const CacheRow row{page, slot, 0};
   for (int i = threadIdx.x; i < KV_LORA; i += BLOCK)
     row[i] = from_float<bf16>(latent[i] * scale * norm_weight[i]);
 }
@@ -153,20 +165,21 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
                           const int* row_slot, const float* q_a_kv_a, const float* __restrict__ q_a_weight,
                           const float* __restrict__ kv_a_weight, const float* __restrict__ cos_table,
                           const float* __restrict__ sin_table, bf16* q_a, bf16* kv_cache,
-                          int context_capacity) {
+                          const int* __restrict__ page_table, int sequence_pages) {
   SHARED_ARRAY(float, warp_square_sum, [norm::WARPS]);
   griddepcontrol_launch_dependents();
   norm::Vector gain[norm::ROUNDS];
   norm::load_weights(gain, q_a_weight);  // only the host writes weights
   const int token_row = blockIdx.x;
-  size_t angles = 0, sequence = 0;
+  size_t angles = 0;
   int slot = 0;
+  bf16* page = kv_cache;
   // The rows are complete: no kernel of the step starts before the embedding has seen them.
   const bool is_there = token_row < *num_tokens;
   if (is_there) {
     angles = (size_t)row_position[token_row] * cache::HALF;
-    sequence = (size_t)row_sequence[token_row] * context_capacity * cache::ROW;
     slot = row_slot[token_row];
+    page = cache::page_of<cache::ROW>(kv_cache, page_table + row_sequence[token_row] * sequence_pages, slot);
   }
   griddepcontrol_wait();
   if (!is_there) return;
@@ -177,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(norm::BLOCK)
     return;
   }
   const float* latent = q_a_kv_a + (size_t)token_row * cache::KV_A_STRIDE + cache::KV_A_OFFSET;
-  cache::write_cache_row(warp_square_sum, latent, kv_a_weight, cos_table + angles, sin_table + angles,
-                         kv_cache + sequence, slot);
+  cache::write_cache_row(warp_square_sum, latent, kv_a_weight, cos_table + angles, sin_table + angles, page,
+                         slot);
 }
 }  // namespace rmsnorm_q_a_and_cache

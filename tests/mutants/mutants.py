@@ -649,7 +649,7 @@ TEMPLATES = [
         ("a block's last item is left out", "if (i >= work.count) break;", "if (i + 1 >= work.count) break;"),
     ),
     *_in(
-        "templates/lib/cache_place.cuh.j2",
+        "templates/lib/place_in_page.cuh.j2",
         (
             "rows of tiles without the swizzle",
             "swizzled(slot % PAGE_SLOTS, column % PAGE_SLOTS / 8) / (int)sizeof({{ p.act }})",
