@@ -42,11 +42,11 @@ constexpr int WARP_ROWS = ROWS / WARPS;             // query rows whose scores a
 constexpr int VALUES = (HEAD + BLOCK - 1) / BLOCK;  // value columns of a thread
 constexpr int PAGE_SLOTS = 64;                      // slots of a page
 
-// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
-// numbers.
-template <int NUMBERS, class T>
+// Returns the page of one layer that holds `slot` of a sequence. The sequence's pages have the numbers `pages`; a slot
+// has WIDTH elements.
+template <int WIDTH, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
-  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * WIDTH);
 }
 static_assert(PAGE_SLOTS % TILE == 0 && SPLIT % TILE == 0, "a tile lies in one page");
 

@@ -31,11 +31,11 @@
 namespace mla_attention {
 constexpr int PAGE_SLOTS = 64;  // slots of a page
 
-// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
-// numbers.
-template <int NUMBERS, class T>
+// Returns the page of one layer that holds `slot` of a sequence. The sequence's pages have the numbers `pages`; a slot
+// has WIDTH elements.
+template <int WIDTH, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
-  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * WIDTH);
 }
 
 constexpr int ROW = 576;  // a cache row: [c_kv | k_rope]

@@ -38,11 +38,11 @@ constexpr int BLOCKS_PER_SM = 4;  // the registers that this leaves are enough n
 constexpr int VALUES = (KV_LORA + BLOCK - 1) / BLOCK;  // value columns of a thread
 constexpr int PAGE_SLOTS = 64;                         // slots of a page
 
-// Returns the page of one layer that holds `slot` of a sequence, whose pages are numbered in `pages`. A slot has NUMBERS
-// numbers.
-template <int NUMBERS, class T>
+// Returns the page of one layer that holds `slot` of a sequence. The sequence's pages have the numbers `pages`; a slot
+// has WIDTH elements.
+template <int WIDTH, class T>
 __device__ __forceinline__ T* page_of(T* layer, const int* pages, int slot) {
-  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * NUMBERS);
+  return layer + (size_t)pages[slot / PAGE_SLOTS] * (PAGE_SLOTS * WIDTH);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
