@@ -89,7 +89,7 @@ def is_context(value: object) -> bool:
 def names_used(text: str) -> set[str]:
     """The fields of p that a text uses. Else it uses only what ``render`` gives every template."""
     tree = environment().parse(text)
-    assert meta.find_undeclared_variables(tree) <= {"p", "signature", "block", "smem", "cache_tile"}
+    assert meta.find_undeclared_variables(tree) <= {"p", "signature", "block", "smem", "page_slots"}
     assert sum(node.name == "p" for node in tree.find_all(nodes.Name)) == sum(
         1 for node in tree.find_all(nodes.Getattr) if isinstance(node.node, nodes.Name)
     )
