@@ -262,7 +262,7 @@ def _behind_senders(plan: Plan, backend: CudaBackend, work: Sequence[Work], rows
 
 
 def _over_whole_cache(engine: Engine, launches: Sequence[Launch], rows: int) -> list[Launch]:
-    """The launches, repeated for every stretch of pages that ``rows`` cache rows fill, because a single short one would stay in the L2 cache.
+    """The launches, repeated for every stretch of pages that ``rows`` cache rows fill, for a single short one would stay in the L2 cache.
     The sequence's pages are the first ones of the pool, in order."""
     cache = engine.plan.buffer("kv_cache")
     pages, page_bytes = -(-rows // PAGE_SLOTS), cache.bytes // math.prod(cache.shape[:2])
