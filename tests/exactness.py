@@ -7,8 +7,8 @@ from hypothesis import Phase, event, settings
 from kdgen.backends.base import Backend
 from kdgen.plan.ir import Compute
 from kdgen.spec.model import Spec
-from kdgen.verify.decoding.draw import Situation
 from kdgen.verify.decoding.exact import check_exactness
+from kdgen.verify.decoding.random_cases import Situation
 
 #: A failing model would be shrunk by compiling hundreds of others; the blob that is printed repeats it as it is.
 unshrunk = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -1,6 +1,6 @@
 """Hypothesis strategies: whole models, whole decoding situations and draft rows, valid by construction.
 
-Models and situations are those of ``kdgen verify --fuzz`` (kdgen.verify.decoding.draw), with Hypothesis making the choices.
+Models and situations are those of ``kdgen verify --fuzz`` (kdgen.verify.decoding.random_cases), with Hypothesis making the choices.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kdgen.spec.model import Spec
-from kdgen.verify.decoding import draw as drawn
-from kdgen.verify.decoding.draw import ODD, TILED, RoundsDraw, Situation, T
+from kdgen.verify.decoding import random_cases as drawn
+from kdgen.verify.decoding.random_cases import ODD, TILED, RoundsDraw, Situation, T
 
 __all__ = ["ODD", "TILED", "draft_rows", "rounds_draws", "situations", "specs"]
 

@@ -78,7 +78,7 @@ def command(
 
 @dataclass(frozen=True)
 class Shown:
-    """A ``kdgen.verify.running.Progress`` on stderr: a line for each part when it ends, and the text of each failure."""
+    """A ``kdgen.verify.task_runner.Progress`` on stderr: a line for each part when it ends, and the text of each failure."""
 
     doing: Callable[[str], None]
     line: Callable[[str], None]

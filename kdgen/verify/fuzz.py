@@ -25,8 +25,8 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute
 from kdgen.plan.shard import EXCHANGES, part_of, shard_obstacles
 from kdgen.spec.model import Spec
-from kdgen.verify.decoding.draw import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
 from kdgen.verify.decoding.exact import Exactness, Trained, check_exactness
+from kdgen.verify.decoding.random_cases import MOST_CONTEXT, RoundsDraw, SeededChoices, Situation, draw_model, draw_rounds, draw_situation
 from kdgen.verify.decoding.ranks import check_ranks
 from kdgen.verify.kernels.check import check_kernels
 from kdgen.verify.rounds.situation import drawn_rounds

@@ -13,8 +13,8 @@ from kdgen.verify.kernels import full_size
 from kdgen.verify.kernels.harness import SLICE_TILES
 from kdgen.verify.oracles.models import model_cases
 from kdgen.verify.report.checks import Report, make_report
-from kdgen.verify.running import Progress, Silent, one_by_one, open_tasks, side_by_side
 from kdgen.verify.shrink import is_wide, shrink
+from kdgen.verify.task_runner import Progress, Silent, one_by_one, open_tasks, side_by_side
 from kdgen.verify.tasks import DEFAULT_SPECS, prepare
 from kdgen.verify.variants import variants
 from kdgen.verify.workers import Workers, cpus, threads_each

@@ -14,7 +14,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
 from kdgen.spec.model import Spec, load_spec
-from kdgen.verify.decoding.draw import Situation
+from kdgen.verify.decoding.random_cases import Situation
 from kdgen.verify.kernels import attention
 from kdgen.verify.kernels.check import check_kernels
 from kdgen.verify.plans import own_and_decode

@@ -9,7 +9,7 @@ from strategies import TILED, situations, specs
 from kdgen.backends.base import Backend
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.draw import RequestDraw, Situation
+from kdgen.verify.decoding.random_cases import RequestDraw, Situation
 from kdgen.verify.variants import variants
 
 #: A tree over the end of the context, beside a request that takes its slab over.

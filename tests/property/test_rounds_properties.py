@@ -8,7 +8,7 @@ from strategies import rounds_draws
 
 from kdgen.backends.base import Backend
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.draw import RoundsDraw
+from kdgen.verify.decoding.random_cases import RoundsDraw
 from kdgen.verify.rounds.situation import drawn_rounds
 from kdgen.verify.rounds.subjects import favouring, small
 

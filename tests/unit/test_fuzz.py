@@ -19,8 +19,8 @@ from kdgen.cli import main
 from kdgen.errors import KdgenError
 from kdgen.files.resources import templates_dir
 from kdgen.spec.model import load_spec
-from kdgen.verify.decoding import draw
-from kdgen.verify.decoding.draw import MOST_CONTEXT, SeededChoices
+from kdgen.verify.decoding import random_cases
+from kdgen.verify.decoding.random_cases import MOST_CONTEXT, SeededChoices
 from kdgen.verify.fuzz import _opened, check_case, draw_case, given_model, ranks_for
 from kdgen.verify.shrink import parameters
 from kdgen.verify.workers import Workers
@@ -125,7 +125,7 @@ def test_what_stops_a_kernel_is_a_problem_of_the_case(monkeypatch: pytest.Monkey
 
 
 def test_options_stand_simplest_first() -> None:
-    assert draw.ODD[0] == 1 and draw.VOCABULARIES[0] == 2 and draw.TILED[0] == 16
+    assert random_cases.ODD[0] == 1 and random_cases.VOCABULARIES[0] == 2 and random_cases.TILED[0] == 16
 
 
 def test_a_worker_without_its_backend_ends_the_run() -> None:

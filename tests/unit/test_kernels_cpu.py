@@ -20,8 +20,8 @@ from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import Shard
 from kdgen.spec.model import Spec, load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.decoding.exact import check_exactness
+from kdgen.verify.decoding.random_cases import RequestDraw, Situation
 from kdgen.verify.kernels.check import CHECKS, check_kernel, check_kernels, load_kernels
 from kdgen.verify.kernels.harness import TOKENS, Grid, Harness
 from kdgen.verify.variants import variants

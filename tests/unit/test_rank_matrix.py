@@ -13,9 +13,9 @@ from kdgen.errors import KdgenError
 from kdgen.plan.shard import shard_obstacles, shares_draft
 from kdgen.verify.decoding import lockstep
 from kdgen.verify.decoding.lockstep import Team
-from kdgen.verify.decoding.observed import LIMITS, prompt_of
 from kdgen.verify.decoding.rank_cases import Case, cases, rank_specs
 from kdgen.verify.decoding.rank_matrix import check_case, check_rank_matrix
+from kdgen.verify.decoding.rank_observations import LIMITS, prompt_of
 from kdgen.verify.kernels.inboxes import words_out_of_place
 
 

@@ -14,7 +14,7 @@ from kdgen.runtime.engine import Engine
 from kdgen.runtime.request import Output
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.sampling import Sampling
-from kdgen.verify.decoding.course import accepted, to_stop
+from kdgen.verify.decoding.expected_rounds import accepted, to_stop
 from kdgen.verify.decoding.watched import COLD, WatchedBackend, seconds_of
 from kdgen.verify.rounds.checks import SMALL_CHECKS
 from kdgen.verify.rounds.situation import Situation

@@ -14,7 +14,7 @@ import pytest
 
 from kdgen.errors import KdgenError
 from kdgen.verify.report.checks import Check
-from kdgen.verify.running import one_by_one, open_tasks, side_by_side
+from kdgen.verify.task_runner import one_by_one, open_tasks, side_by_side
 from kdgen.verify.tasks import Task, prepare
 from kdgen.verify.workers import _THREAD_VARIABLES, Event, Workers, cpus
 

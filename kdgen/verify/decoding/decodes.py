@@ -26,9 +26,9 @@ from kdgen.runtime.rounds import Rounds
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.course import Turns
-from kdgen.verify.decoding.departure import first_departure
 from kdgen.verify.decoding.drafter import check_drafter
+from kdgen.verify.decoding.expected_rounds import Turns
+from kdgen.verify.decoding.first_difference import first_departure
 from kdgen.verify.decoding.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.oracles.models import ModelCase

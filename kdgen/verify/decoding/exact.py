@@ -27,9 +27,9 @@ from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.request import Request
 from kdgen.spec.model import Spec
-from kdgen.verify.decoding.course import Course, KnownDrafter, drafted_along, tree_steps
-from kdgen.verify.decoding.departure import first_departure
-from kdgen.verify.decoding.draw import RequestDraw, Situation
+from kdgen.verify.decoding.expected_rounds import Course, KnownDrafter, drafted_along, tree_steps
+from kdgen.verify.decoding.first_difference import first_departure
+from kdgen.verify.decoding.random_cases import RequestDraw, Situation
 from kdgen.verify.decoding.recording import RecordingEngine, RecordingSequences, differing_bits
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.sampling import may_draw

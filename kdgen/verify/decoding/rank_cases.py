@@ -13,7 +13,7 @@ from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Compute, Plan
 from kdgen.plan.shard import EXCHANGES, Exchange, Shard
 from kdgen.spec.model import Spec, load_spec
-from kdgen.verify.decoding.observed import BLOCK
+from kdgen.verify.decoding.rank_observations import BLOCK
 from kdgen.verify.kernels.rank_sums import CHECKS
 from kdgen.verify.kernels.twins import with_those_held_to
 from kdgen.weights.random import random_weights

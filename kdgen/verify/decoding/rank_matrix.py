@@ -36,8 +36,8 @@ from kdgen.runtime.engine import Engine
 from kdgen.runtime.pipeline import open_shard, start_engine
 from kdgen.spec.model import Spec
 from kdgen.verify.decoding.lockstep import Team
-from kdgen.verify.decoding.observed import BLOCK, BUDGET, LIMITS, PROMPT_TOKENS, SAMPLING, Observed, observe, prompt_of
 from kdgen.verify.decoding.rank_cases import Case
+from kdgen.verify.decoding.rank_observations import BLOCK, BUDGET, LIMITS, PROMPT_TOKENS, SAMPLING, Observed, observe, prompt_of
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.inboxes import words_out_of_place
 from kdgen.verify.kernels.sampling import may_draw

@@ -15,10 +15,10 @@ from kdgen.spec.published import load_config
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.decodes import FEW_SITUATIONS, check_decodes, oracle_subject, random_subject
 from kdgen.verify.decoding.decodes import Situation as DecodeSituation
-from kdgen.verify.decoding.draw import RequestDraw, Situation
 from kdgen.verify.decoding.exact import check_exactness
 from kdgen.verify.decoding.programs import CONTEXT as PROGRAM_CONTEXT
 from kdgen.verify.decoding.programs import Model, check_programs
+from kdgen.verify.decoding.random_cases import RequestDraw, Situation
 from kdgen.verify.oracles.models import ModelCase, model_cases
 from kdgen.verify.plans import Plans, small_of
 from kdgen.verify.report.checks import Check, Say, Status, finite

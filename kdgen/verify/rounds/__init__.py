@@ -1,5 +1,5 @@
-"""Rounds, the path that users run: requests of every kind on a small model, and the shipped model and drafter, whose drafts are accepted.
+"""Checks of rounds, with requests of every kind on a small model, and on the shipped model and drafter, whose drafts are accepted.
 
-Every request is decoded plainly, and what its rounds must do is found on the host (``kdgen.verify.decoding.course``). Then they run:
-tokens, cache bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and recorded units must be those.
+Each request is decoded plainly first, and the host computes what its rounds must do (``kdgen.verify.decoding.expected_rounds``): tokens,
+cache bits, lengths, forwards, rounds started, accepted tokens, nodes, budgets and recorded units. Then the rounds run and are compared.
 """

@@ -14,7 +14,7 @@ from kdgen.runtime.decode import Decoder, prefill
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds, step_costs
-from kdgen.verify.decoding.course import (
+from kdgen.verify.decoding.expected_rounds import (
     Ask,
     Course,
     expected_rounds,

@@ -18,7 +18,7 @@ from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.engine import Engine
 from kdgen.runtime.request import Request
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.course import (
+from kdgen.verify.decoding.expected_rounds import (
     Course,
     to_stop,
     tree_steps,

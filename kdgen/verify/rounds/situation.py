@@ -16,7 +16,7 @@ from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.request import Request
 from kdgen.runtime.rounds import Rounds
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.verify.decoding.course import (
+from kdgen.verify.decoding.expected_rounds import (
     Ask,
     Course,
     Drafted,
@@ -27,7 +27,7 @@ from kdgen.verify.decoding.course import (
     expected_rounds,
     plain_course,
 )
-from kdgen.verify.decoding.draw import RoundsDraw
+from kdgen.verify.decoding.random_cases import RoundsDraw
 from kdgen.verify.decoding.recording import differing_bits
 from kdgen.verify.decoding.watched import WatchedBackend
 from kdgen.verify.rounds.subjects import Subject

@@ -9,7 +9,7 @@ from kdgen.runtime.budget import FixedBudget
 from kdgen.runtime.decode import Decoder
 from kdgen.runtime.request import Request
 from kdgen.spec.sampling import Sampling
-from kdgen.verify.decoding.course import (
+from kdgen.verify.decoding.expected_rounds import (
     Ask,
     expected_rounds,
     tree_steps,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kdgen.spec.model import load_spec
-from kdgen.verify.decoding.departure import first_departure
+from kdgen.verify.decoding.first_difference import first_departure
 from kdgen.verify.published import reference_of
 from kdgen.weights.random import random_weights
 
