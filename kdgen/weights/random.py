@@ -63,23 +63,26 @@ class RandomWeights(Mapping[str, Array]):
         if group.kind == "scale":
             spread = generator.uniform(*SCALE_SPREAD, group.shape)
             return np.asarray(spread * (self.deviation(key.removesuffix("_scale")) / INT4_DEVIATION)).astype(BF16)
-        if key.endswith("norm.weight"):
-            return _exact(1 + 0.1 * generator.standard_normal(group.shape, np.float32), BF16)
-        if key.endswith("e_score_correction_bias"):
-            return _exact(0.05 * generator.standard_normal(group.shape, np.float32), np.dtype(np.float32))
-        if key.endswith(".bias"):
-            return _exact(0.1 * generator.standard_normal(group.shape, np.float32), BF16)
+        if len(group.shape) < 2:
+            return self._vector(key, generator.standard_normal(group.shape, np.float32))
         stored = np.dtype(np.float32) if self.spec.dtype == "float32" and group.kind == "matrix" else BF16
         values = generator.standard_normal(group.shape, np.float32)
         values *= np.float32(self.deviation(key))
         return _exact(values, stored)
 
+    @staticmethod
+    def _vector(key: str, values: NDArray[np.float32]) -> Array:
+        """A bias lies around 0. Every other vector multiplies, as the weights of norms do, and lies around 1."""
+        if key.endswith("e_score_correction_bias"):
+            return _exact(0.05 * values, np.dtype(np.float32))
+        return _exact(0.1 * values if key.endswith("bias") else 1 + 0.1 * values, BF16)
+
     def deviation(self, key: str) -> float:
-        """Standard deviation of a matrix's values, quantized or not; its key ends in ``weight``."""
+        """Standard deviation of the values of a matrix, quantized or not; its key ends in ``weight``."""
         if key == "model.embed_tokens.weight":
             return self._gain(key)
         packed = self._groups.get(f"{key}_packed")
-        return self._gain(key) / math.sqrt(packed.shape[1] * 8 if packed else self._groups[key].shape[1])
+        return self._gain(key) / math.sqrt(packed.shape[1] * 8 if packed else math.prod(self._groups[key].shape[1:]))
 
     def _gain(self, key: str) -> float:
         """Standard deviation of a matrix's outputs for inputs of order one."""

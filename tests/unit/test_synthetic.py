@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kdgen.runtime.decode import decode_plain, decode_tree
 from kdgen.runtime.model import random_model, shorten
 from kdgen.runtime.pipeline import start_engine
 from kdgen.runtime.request import Request
+from kdgen.spec.fields import TensorGroup
 from kdgen.spec.model import Quantization, Spec, load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
 from kdgen.weights.pack import CheckpointWeights, numpy_dtype
@@ -27,6 +29,26 @@ from kdgen.weights.synthetic import SyntheticWeights, checkpoint_bytes
 TINY = load_spec("tiny")
 INT4 = TINY.model_copy(update={"quantization": Quantization(group_size=32)})
 SPECS = {"bf16": TINY, "int4": INT4, "float32": TINY.model_copy(update={"dtype": "float32"})}
+
+
+class WithVectors(Spec):
+    """A model with vectors that no published model has."""
+
+    def layer_tensors(self, layer: int) -> Iterator[TensorGroup]:
+        yield from super().layer_tensors(layer)
+        for name in ("residual_scale", "gates.weight", "mixing_bias"):
+            yield TensorGroup(f"model.layers.{layer}.{name}", (2000,), "small")
+        yield TensorGroup(f"model.layers.{layer}.step", (), "small")
+
+
+def test_vectors_of_any_name_get_values() -> None:
+    """A vector lies around 1, a bias around 0."""
+    weights = random_weights(WithVectors(**TINY.model_dump()), 5)
+    for name, middle in (("residual_scale", 1), ("gates.weight", 1), ("mixing_bias", 0)):
+        values = weights[f"model.layers.1.{name}"].astype(np.float64)
+        assert values.shape == (2000,) and abs(values.mean() - middle) < 0.02 and abs(values.std() - 0.1) < 0.02, name
+    assert 0.5 < float(weights["model.layers.1.step"]) < 1.5
+    assert (weights["model.layers.1.gates.weight"] != weights["model.layers.2.gates.weight"]).any()
 
 
 def whole(weights: SyntheticWeights, plan: Plan) -> dict[str, NDArray[Any]]:
