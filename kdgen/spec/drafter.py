@@ -7,14 +7,14 @@ It reads the outputs of some of the target's layers. ``load_draft_config`` (``kd
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Set
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from kdgen.errors import Finding, KdgenError, SpecError
-from kdgen.spec.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, show_at
+from kdgen.spec.fields import MAX_BYTES, MAX_DIM, Frozen, Layers, Positive, RopeScaling, Size, TensorGroup, findings, keys, show_at
 
 #: Rows of a draft block, root included: candidates and tree paths are kept for no more.
 MAX_BLOCK = 16
@@ -40,6 +40,8 @@ class DraftSpec(Frozen):
 
     ``rope_scaling.attention_factor`` is the amplitude of cos and sin; without it the amplitude follows from the mscales.
     """
+
+    always_written: ClassVar[Set[str]] = keys("rope_scaling attention_bias layer_types sliding_window sliding_mask dtype")
 
     hidden_size: Size
     num_hidden_layers: Layers

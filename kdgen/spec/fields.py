@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -40,12 +40,40 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def keys(*names: str) -> frozenset[str]:
+    """The words of all ``names``."""
+    return frozenset(key for line in names for key in line.split())
+
+
 class Frozen(BaseModel):
+    """A mapping of a model description. Its fields cannot change, and it takes no unknown keys.
+
+    A field that is added to a description must not change the hash of a model that does without it. ``essential`` therefore leaves out
+    every field that has its default. ``always_written`` names the exceptions: the fields with a default that hashes held before this
+    rule. Do not add names to it.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    always_written: ClassVar[Set[str]] = frozenset()
+
+    def essential(self, exclude: Set[str] = frozenset()) -> dict[str, Any]:
+        """What hashes and published configs hold, as JSON has it: the fields that are required, differ from their default, or are in
+        ``always_written``, without those of ``exclude``. Nested mappings follow the same rule."""
+        found = self.model_dump(mode="json", exclude={*exclude, *self._left_at_default()})
+        nested = {name: getattr(self, name) for name in found}
+        return found | {name: value.essential() for name, value in nested.items() if isinstance(value, Frozen)}
+
+    def _left_at_default(self) -> Iterator[str]:
+        for name, field in type(self).model_fields.items():
+            optional = not field.is_required() and name not in self.always_written
+            if optional and getattr(self, name) == field.get_default(call_default_factory=True):
+                yield name
 
 
 class RopeScaling(Frozen):
     """YaRN. ``mscale`` and ``mscale_all_dim`` of 0 mean "not given", as the modelling code treats them."""
+
+    always_written: ClassVar[Set[str]] = keys("type beta_fast beta_slow mscale mscale_all_dim attention_factor")
 
     type: Literal["yarn"] = "yarn"
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False), AfterValidator(_fits_float32)]
@@ -61,6 +89,10 @@ class RopeScaling(Frozen):
         if self.beta_fast <= self.beta_slow:
             raise ValueError("beta_fast must exceed beta_slow")
         return self
+
+    def given(self) -> dict[str, Any]:
+        """The keys of a published ``rope_parameters``: a key without a value is left out."""
+        return {key: value for key, value in self.essential().items() if value is not None}
 
     @property
     def cos_sin_factor(self) -> float:

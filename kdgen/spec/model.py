@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,6 +31,7 @@ from kdgen.spec.fields import (
     Size,
     TensorGroup,
     findings,
+    keys,
     show,
     show_at,
     yarn_mscale,
@@ -44,6 +45,8 @@ LORA_NORM_EPS = 1e-6
 
 class Quantization(Frozen):
     """compressed-tensors ``pack-quantized`` INT4 of the routed experts; everything else keeps ``Spec.dtype``."""
+
+    always_written: ClassVar[Set[str]] = keys("num_bits symmetric")
 
     num_bits: Literal[4] = 4
     group_size: Literal[32, 64, 128]
@@ -85,6 +88,12 @@ class Spec(Frozen):
 
     ``Spec(...)`` itself raises pydantic's ValidationError. Types are strict: ``true`` is no int, ``"8"`` is no number.
     """
+
+    always_written: ClassVar[Set[str]] = keys(
+        "model_type attention_bias moe_intermediate_size num_experts_per_tok n_shared_experts n_group topk_group topk_method scoring_func"
+        " norm_topk_prob routed_scaling_factor hidden_act rope_interleave rope_scaling tie_word_embeddings bos_token_id eos_token_id dtype"
+        " quantization"
+    )
 
     name: Annotated[str, AfterValidator(_name)]
     model_type: Literal["deepseek_v3", "kimi_k2", "deepseek_v2", "glm4_moe_lite"] = "deepseek_v3"
@@ -155,8 +164,8 @@ class Spec(Frozen):
 
     def with_draft(self, draft: DraftSpec | None) -> Spec:
         """The same model with another drafter, or none. Raises SpecError when the drafter does not fit it."""
-        values = self.model_dump(mode="json") | {"draft": draft.model_dump(mode="json") if draft else None}
-        return Spec.from_mapping(values, self.name)
+        values = self.essential() | {"draft": draft.model_dump(mode="json") if draft else None}
+        return type(self).from_mapping(values, self.name)
 
     # ---- derived ------------------------------------------------------------------------------------------------------
 
@@ -199,9 +208,8 @@ class Spec(Frozen):
     @property
     def sha256(self) -> str:
         """Hash of everything but the name and how the router is stored: two specs with the same hash are the same model, with the same
-        drafter."""
-        left_out = {"name", "router_dtype"} | (set() if self.draft else {"draft"})
-        text = json.dumps(self.model_dump(mode="json", exclude=left_out), sort_keys=True, separators=(",", ":"))
+        drafter. A field that is added to specs later does not change the hash where it has its default."""
+        text = json.dumps(self.essential(exclude={"name", "router_dtype"}), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     # ---- checkpoint tensors -------------------------------------------------------------------------------------------

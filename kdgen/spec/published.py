@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kdgen.errors import SpecError
-from kdgen.spec.fields import show
+from kdgen.spec.fields import keys, show
 from kdgen.spec.model import MAX_JSON_BYTES, Quantization, Spec, is_reserved
 from kdgen.spec.published_reader import Origins, Reader, read_json
 from kdgen.spec.yaml_text import read_text
@@ -30,11 +30,6 @@ WRAPPERS = ("kimi_k25",)
 SUPPORTED_QUANTIZATION = (
     "supported is compressed-tensors pack-quantized: 4-bit int, symmetric, group 32, 64 or 128, no actorder, routed experts only"
 )
-
-
-def keys(*names: str) -> frozenset[str]:
-    """The words of all ``names``."""
-    return frozenset(key for line in names for key in line.split())
 
 
 #: Keys that do not change what a decode computes, by who writes them. A key belongs here when somebody has looked up what reads it.

@@ -11,9 +11,9 @@ from typing import Any
 
 from kdgen.errors import SpecError
 from kdgen.spec.drafter import DraftSpec
-from kdgen.spec.fields import MAX_LAYERS
+from kdgen.spec.fields import MAX_LAYERS, keys
 from kdgen.spec.model import MAX_JSON_BYTES
-from kdgen.spec.published import HARMLESS, keys, read_dtype, read_rope
+from kdgen.spec.published import HARMLESS, read_dtype, read_rope
 from kdgen.spec.published_reader import Origins, Reader, read_json
 from kdgen.spec.yaml_text import read_text
 
@@ -89,8 +89,8 @@ def load_draft_config(path: str | Path) -> DraftSpec:
 
 def published_draft_config(draft: DraftSpec) -> dict[str, Any]:
     """The ``config.json`` of a drafter's folder, which ``load_draft_config`` reads back as the same, but for the mask of sliding layers."""
-    values = draft.model_dump(mode="json", exclude={"mask_token_id", "target_layer_ids", "sliding_mask", "rope_theta", "rope_scaling"})
-    scaling = {} if draft.rope_scaling is None else draft.rope_scaling.model_dump(exclude_none=True)
+    values = draft.essential(exclude={"mask_token_id", "target_layer_ids", "sliding_mask", "rope_theta", "rope_scaling"})
+    scaling = draft.rope_scaling.given() if draft.rope_scaling else {}
     return values | {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",

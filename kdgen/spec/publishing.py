@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdgen.errors import SpecError
+from kdgen.spec.fields import keys
 from kdgen.spec.model import Quantization, Spec
-from kdgen.spec.published import MOE_KEYS, keys, parse_config
+from kdgen.spec.published import MOE_KEYS, parse_config
 
 
 def published_quantization(quantization: Quantization, plain_too: Sequence[str] = ()) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def published_config(spec: Spec) -> dict[str, Any]:
     Raises ValueError for a combination that the spec's model type cannot publish (a V3 with softmax scores, say).
     """
     spec = spec.with_draft(None)  # a drafter has a folder of its own
-    values = spec.model_dump(mode="json", exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft", "router_dtype"})
-    scaling = {} if spec.rope_scaling is None else spec.rope_scaling.model_dump(exclude_none=True)
+    values = spec.essential(exclude={"name", "quantization", "rope_scaling", "rope_theta", "draft", "router_dtype"})
+    scaling = spec.rope_scaling.given() if spec.rope_scaling else {}
     values["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta, "rope_type": scaling.pop("type", "default")}
     if not spec.has_moe:
         for key in MOE_KEYS | keys("n_group topk_group topk_method scoring_func"):

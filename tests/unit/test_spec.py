@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from kdgen.errors import SpecError
 from kdgen.files.resources import specs_dir
+from kdgen.spec.fields import RopeScaling
 from kdgen.spec.model import MAX_YAML_BYTES, Spec, load_spec, parse_spec
 from kdgen.spec.published import load_config
+from kdgen.spec.publishing import published_config
 from kdgen.spec.rope import inverse_frequencies, rope_tables
 from kdgen.verify.oracles.models import model_cases
 
@@ -51,6 +53,50 @@ def test_shipped_specs(name: str) -> None:
         sizes = {"matrix": 1, "small": 1, "packed": 8, "scale": 0, "shape": 0}
         total = sum(sizes[group.kind] * math.prod(group.shape) * group.count for group in spec.tensors())
         assert total / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
+#: The first 16 digits of the hashes that users' manifests, reports and packed files hold.
+HASHES = {
+    "deepseek-v2-lite": "f4ca44665247d3fc",
+    "deepseek-v3": "fd5dadf850b5921a",
+    "demo": "006b7469d889c0e4",
+    "glm-4.7-flash": "6af378dcfabbc39d",
+    "k26": "ee66264d881f3a6a",
+    "moonlight-16b-a3b": "89c86c8cb350032d",
+    "tiny": "4cacedd07a0ac588",
+    "tiny-dflash": "5044391fa5d5fb61",
+    "tiny2": "b446a56a7927a8f0",
+}
+
+
+class LaterScaling(RopeScaling):
+    """RoPE scaling with a key of a later version."""
+
+    new_slope: float = 1.5
+
+
+class LaterSpec(Spec):
+    """A spec with keys of a later version."""
+
+    always_shared: bool = False
+    new_ids: tuple[int, ...] = Field(default_factory=tuple)
+    rope_scaling: LaterScaling | None = None
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_fields_added_later_leave_hashes_and_configs_as_they_are(name: str) -> None:
+    spec = load_spec(name)
+    assert spec.sha256[:16] == HASHES[name]
+    values = spec.model_dump()
+    same = LaterSpec(**values)
+    assert same.sha256 == spec.sha256
+    assert published_config(same) == published_config(spec)
+    changes: list[dict[str, Any]] = [{"always_shared": True}, {"new_ids": (3,)}]
+    if spec.rope_scaling:
+        changes.append({"rope_scaling": values["rope_scaling"] | {"new_slope": 2.0}})
+    others = [LaterSpec(**values | change).sha256 for change in changes]
+    assert len({spec.sha256, *others}) == 1 + len(changes)
+    assert LaterSpec(**values, always_shared=True).essential()["always_shared"] is True
 
 
 def test_the_tiny_specs_are_the_oracles_configs() -> None:
