@@ -24,11 +24,11 @@ class HypothesisChoices:
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
 
-    def one_of(self, options: Sequence[T]) -> T:
-        return self._draw(st.sampled_from(options))
+    def one_of(self, name: str, options: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(options), label=name)
 
-    def integer(self, low: int, high: int) -> int:
-        return self._draw(st.integers(low, high))
+    def integer(self, name: str, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high), label=name)
 
 
 @st.composite

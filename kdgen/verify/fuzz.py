@@ -6,8 +6,8 @@ that its original failed in: ``kdgen verify FILE --fuzz 1 --seed S``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -48,13 +48,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a situation. ``choices`` number the options that made the model; empty where the model was given."""
+    """A model in a situation. ``choices`` has, by name, the number of the option of each choice that made the model; empty where the model
+    was given."""
 
     seed: int
     spec: Spec
     compute: Compute
     situation: Situation
-    choices: tuple[int, ...] = ()
+    choices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rounds(self) -> RoundsDraw:
@@ -116,15 +117,16 @@ class FuzzReport:
     failures: tuple[Failure, ...]
 
 
-def draw_case(seed: int, given: tuple[Spec, Compute] | None = None, forced: Sequence[int] = ()) -> Case:
-    """Case ``seed``, with the model ``given`` if there is one. ``forced`` are choices of the model to make instead of drawn ones."""
+def draw_case(seed: int, given: tuple[Spec, Compute] | None = None, forced: Mapping[str, int] | None = None) -> Case:
+    """Case ``seed``, with the model ``given`` if there is one. ``forced`` has, by name, choices of the model to make instead of
+    drawn ones."""
     situation = draw_situation(SeededChoices(seed, _SITUATION))
     if given is not None:
         return Case(seed, *given, situation)
     choices = SeededChoices(seed, _MODEL, forced)
     spec, compute = draw_model(choices)
     name = spec.model_copy(update={"name": f"fuzz-{seed}"})
-    return Case(seed, name, compute, situation, tuple(choices.taken))
+    return Case(seed, name, compute, situation, choices.taken)
 
 
 def check_case(backend: Backend, case: Case) -> Outcome:
@@ -306,12 +308,12 @@ def _shrink(workers: Workers[Case, Outcome], failed: Outcome) -> Outcome:
     improved = True
     while improved and tries < SHRINK_TRIES:
         improved = False
-        for place in range(len(best.case.choices)):
-            chosen = best.case.choices[place : place + 1]
-            for number in sorted({0, chosen[0] // 2}) if chosen else ():
-                if number >= chosen[0] or tries >= SHRINK_TRIES:
+        for name in best.case.choices:
+            chosen = best.case.choices.get(name, 0)  # a model that was made smaller may lack the choice
+            for number in sorted({0, chosen // 2}):
+                if number >= chosen or tries >= SHRINK_TRIES:
                     continue
-                forced = [*best.case.choices[:place], number, *best.case.choices[place + 1 :]]
+                forced = {**best.case.choices, name: number}
                 tries += 1
                 [outcome] = _outcomes(workers, [draw_case(best.case.seed, forced=forced)])
                 if outcome.problem:

@@ -31,13 +31,36 @@ def kdgen_verify(*arguments: str) -> Result:
 
 
 def test_choices_repeat_and_can_be_forced() -> None:
-    first = SeededChoices(5)
-    values = [first.integer(3, 9), first.one_of("abc"), first.integer(0, 2**32 - 1)]
-    again = SeededChoices(5)
-    assert [again.integer(3, 9), again.one_of("abc"), again.integer(0, 2**32 - 1)] == values
-    forced = SeededChoices(5, forced=[0, 99])
-    assert [forced.integer(3, 9), forced.one_of("abc"), forced.integer(0, 2**32 - 1)] == [3, "c", values[2]]
-    assert forced.taken[:2] == [0, 2]
+    def values(choices: SeededChoices) -> list[object]:
+        return [choices.integer("width", 3, 9), choices.one_of("letter", "abc"), choices.integer("seed", 0, 2**32 - 1)]
+
+    first = values(SeededChoices(5))
+    assert values(SeededChoices(5)) == first
+    assert len({str(values(choices)) for seed in range(5) for choices in (SeededChoices(seed), SeededChoices(seed, 1))}) == 10
+    forced = SeededChoices(5, forced={"width": 0, "letter": 99, "height": 3})
+    assert values(forced) == [3, "c", first[2]]
+    assert forced.taken == {"width": 0, "letter": 2, "seed": first[2]}
+
+
+def test_a_new_choice_leaves_the_others_as_they_are() -> None:
+    """Models and situations of a seed are the same when the fuzzer draws something more, before, between or after."""
+
+    class More(SeededChoices):
+        def _take(self, name: str, count: int) -> int:
+            super()._take(f"new before {name}", 7)
+            return super()._take(name, count)
+
+    for seed in range(20):
+        assert draw.draw_model(More(seed)) == draw.draw_model(SeededChoices(seed))
+        assert draw.draw_situation(More(seed, 1)) == draw.draw_situation(SeededChoices(seed, 1))
+        assert draw.draw_rounds(More(seed, 2)) == draw.draw_rounds(SeededChoices(seed, 2))
+
+
+def test_a_name_is_drawn_once() -> None:
+    choices = SeededChoices(5)
+    choices.integer("width", 3, 9)
+    with pytest.raises(AssertionError, match="two choices are named width"):
+        choices.integer("width", 3, 9)
 
 
 def test_cases_are_functions_of_their_seed_and_models_of_their_choices() -> None:
@@ -47,9 +70,10 @@ def test_cases_are_functions_of_their_seed_and_models_of_their_choices() -> None
         assert case.situation.context <= MOST_CONTEXT <= case.spec.max_position_embeddings
     assert {case.compute for case in cases} == {"f32", "bf16"}
     assert any(case.spec.quantization for case in cases) and any(len(case.situation.requests) == 4 for case in cases)
-    simplest = draw_case(3, forced=[0] * 100).spec
+    first = dict.fromkeys((name for case in cases for name in case.choices), 0)
+    simplest = draw_case(3, forced=first).spec
     assert (simplest.num_hidden_layers, simplest.hidden_size, simplest.vocab_size) == (1, 1, 2)
-    assert draw_case(3, forced=[0] * 100).situation == draw_case(3).situation
+    assert draw_case(3, forced=first).situation == draw_case(3).situation
 
 
 def test_models_that_ranks_can_share_are_shared() -> None:
@@ -70,7 +94,7 @@ def test_a_given_model_keeps_its_own_structure() -> None:
 
 
 def test_a_few_models(cache_directory: Path) -> None:
-    result = kdgen_verify("--fuzz", "3", "--seed", "1", "--backend", "cpu", "--jobs", "1", "--json")
+    result = kdgen_verify("--fuzz", "3", "--seed", "13", "--backend", "cpu", "--jobs", "1", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["schema"], found["models"], found["ok"], found["failures"]) == ("kdgen.fuzz/1", 3, True, [])
@@ -82,12 +106,12 @@ def test_a_failure_is_shrunk_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch
     _copy_templates(tmp_path / "templates", "lib/argmax.cuh.j2", "b.index < a.index", "b.index > a.index")
     monkeypatch.setenv("KDGEN_TEMPLATES_DIR", str(tmp_path / "templates"))
     monkeypatch.chdir(tmp_path)
-    result = kdgen_verify("--fuzz", "1", "--seed", "2", "--backend", "cpu", "--jobs", "1", "--save", "small.yaml", "--json")
+    result = kdgen_verify("--fuzz", "1", "--seed", "14", "--backend", "cpu", "--jobs", "1", "--save", "small.yaml", "--json")
     assert result.exit_code == 1
     (failure,) = json.loads(result.stdout)["failures"]
     assert "argmax" in failure["problem"] and failure["spec_file"] == "small.yaml"
     small = load_spec("small.yaml")
-    assert parameters(small) < parameters(draw_case(2).spec)
+    assert parameters(small) < parameters(draw_case(14).spec)
     again = kdgen_verify(*shlex.split(failure["command"])[2:])
     assert again.exit_code == 1 and "argmax" in again.output
     monkeypatch.delenv("KDGEN_TEMPLATES_DIR")
