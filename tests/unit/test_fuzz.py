@@ -51,9 +51,9 @@ def test_a_new_choice_leaves_the_others_as_they_are() -> None:
             return super()._take(name, count)
 
     for seed in range(20):
-        assert draw.draw_model(More(seed)) == draw.draw_model(SeededChoices(seed))
-        assert draw.draw_situation(More(seed, 1)) == draw.draw_situation(SeededChoices(seed, 1))
-        assert draw.draw_rounds(More(seed, 2)) == draw.draw_rounds(SeededChoices(seed, 2))
+        assert random_cases.draw_model(More(seed)) == random_cases.draw_model(SeededChoices(seed))
+        assert random_cases.draw_situation(More(seed, 1)) == random_cases.draw_situation(SeededChoices(seed, 1))
+        assert random_cases.draw_rounds(More(seed, 2)) == random_cases.draw_rounds(SeededChoices(seed, 2))
 
 
 def test_a_name_is_drawn_once() -> None:
