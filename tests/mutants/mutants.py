@@ -627,7 +627,7 @@ TEMPLATES = [
         ("keys of the step count as old", "row_position[row] - (first_row + row)", "row_position[row]"),
         ("rows of the launches before are forgotten", "(first_row + row)", "row"),
         ("blocks with nothing to do have no item", "schedule.count = max(1, count);", "schedule.count = count;"),
-        ("an empty item is left as it was", "    if (count == 0) schedule.items[0] = {};  // which has no splits\n", ""),
+        ("an empty item is left as it was", "    if (count == 0) schedule.items[0] = {};  // an item without splits\n", ""),
     ),
     *_in(
         "templates/lib/deal_splits.cuh.j2",

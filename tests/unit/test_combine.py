@@ -10,7 +10,7 @@ from kdgen.drafters.synthetic import wide_candidates
 from kdgen.plan.attention import ATTENTION_ROWS
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import MAX_NODES, Launch, Limits, Plan
-from kdgen.plan.ops.attention_combine import COMBINE_BESIDE
+from kdgen.plan.ops.attention_combine import COMBINE_AND_HEADS
 from kdgen.plan.shard import WHOLE, Shard
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.model import load_spec
@@ -30,10 +30,10 @@ def test_few_rows_have_one_launch(ranks: int, blocks: int) -> None:
     plan = build_plan(load_spec("k26"), shard=Shard(ranks, 0, "peer") if ranks > 1 else WHOLE).on("sm_90a")
     for program in ("decode", "verify"):
         names = [launch.kernel for launch in launched(plan, program)]
-        assert names.count(COMBINE_BESIDE) == 1 and not APART & set(names)
+        assert names.count(COMBINE_AND_HEADS) == 1 and not APART & set(names)
     names = [launch.kernel for launch in launched(plan, "prefill")]
-    assert COMBINE_BESIDE not in names and {"mla_combine", "w_uv_absorb"} <= set(names)
-    kernel = plan.kernel(COMBINE_BESIDE)
+    assert COMBINE_AND_HEADS not in names and {"mla_combine", "w_uv_absorb"} <= set(names)
+    kernel = plan.kernel(COMBINE_AND_HEADS)
     assert kernel.cluster == blocks and kernel.block // kernel.cluster % 32 == 0
     assert "w_uv_absorb_few" not in {each.name for each in plan.kernels}
 
@@ -44,7 +44,7 @@ def test_others_have_two(name: str, family: str) -> None:
     plan = build_plan(load_spec(name))
     plan = plan.on("sm_90a") if family == "sm_90a" else plan.on("generic")
     names = [launch.kernel for launch in launched(plan, "verify")]
-    assert COMBINE_BESIDE not in {*names, *(kernel.name for kernel in plan.kernels)}
+    assert COMBINE_AND_HEADS not in {*names, *(kernel.name for kernel in plan.kernels)}
     assert {"mla_combine", "w_uv_absorb_few"} <= set(names)
 
 
@@ -52,7 +52,7 @@ def test_one_launch_a_group_of_rows() -> None:
     rows, spec = ATTENTION_ROWS[512], load_spec("k26")
     limits = Limits(64, 4096, max_sequences=rows // MAX_NODES + 1)
     plan = build_plan(spec, limits=limits).on("sm_90a")
-    first, second = (launch.argument for launch in launched(plan, "verify") if launch.kernel == COMBINE_BESIDE)
+    first, second = (launch.argument for launch in launched(plan, "verify") if launch.kernel == COMBINE_AND_HEADS)
     assert second("row_position").value - first("row_position").value == 4 * rows
     assert second("y").value - first("y").value == rows * spec.num_attention_heads * spec.v_head_dim * 2
     assert (first("max_rows").value, second("max_rows").value) == (limits.max_rows, limits.max_rows - rows), "rows that have places"

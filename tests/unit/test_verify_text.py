@@ -6,7 +6,7 @@ import pytest
 
 from kdgen.codegen.render import Rendered, render
 from kdgen.plan.build import build_plan
-from kdgen.plan.ops.outbox import SENT
+from kdgen.plan.ops.outbox import TO_RANKS
 from kdgen.plan.shard import Shard
 from kdgen.spec.model import load_spec
 from kdgen.verify.kernels.text_rules import text_problems
@@ -31,7 +31,7 @@ def test_broken_rules_are_found(right: str, wrong: str, said: str) -> None:
 def test_a_sender_waits_before_it_lets_the_next_kernel_begin() -> None:
     """Every kernel that sends, by what each of its template's variants has."""
     plans = [build_plan(load_spec("tiny"), compute, shard=Shard(2, 1, "peer")) for compute in ("f32", "bf16")]
-    senders = [each for plan in plans for each in render(plan) if each.kernel.name.endswith(SENT)]
+    senders = [each for plan in plans for each in render(plan) if each.kernel.name.endswith(TO_RANKS)]
     assert {each.kernel.template for each in senders} >= {"linear_f32.cu.j2", "linear_mma.cu.j2", "moe_combine.cu.j2", "embed.cu.j2"}
     assert text_problems(senders) == []
     for each in senders:

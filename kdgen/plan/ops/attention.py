@@ -42,7 +42,7 @@ from kdgen.plan.ops.op import (
 from kdgen.plan.tuning import CType, block_for
 from kdgen.spec.model import LORA_NORM_EPS, Spec
 
-CACHE_BESIDE = "rmsnorm_q_a_and_cache"
+NORM_AND_CACHE = "rmsnorm_q_a_and_cache"
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class NormAndCacheOp(Op):
 
     def kernel(self) -> Kernel:
         s, norm, cache = self.c.spec, norm_q_a(self.c).kernel(), RopeCacheOp(self.c).kernel()
-        p = NormAndCache(CACHE_BESIDE, cast(RmsNorm, norm.params), cast(RopeCache, cache.params))
+        p = NormAndCache(NORM_AND_CACHE, cast(RmsNorm, norm.params), cast(RopeCache, cache.params))
         cost = norm.cost + Cost(
             bytes_fixed=s.kv_lora_rank * 4, bytes_per_row=s.cache_row_dim * (4 + self.c.mode.act_bytes),
             operations_per_row=6 * s.cache_row_dim,

@@ -33,7 +33,7 @@ from kdgen.plan.ops.same_bits import SameBits
 from kdgen.plan.tuning import CType, Mode, block_for
 from kdgen.spec.model import Spec
 
-COMBINE_BESIDE = "mla_combine_and_w_uv"
+COMBINE_AND_HEADS = "mla_combine_and_w_uv"
 
 
 def max_splits(c: Context) -> int:
@@ -157,7 +157,7 @@ class CombineAndHeadsOp(Op):
         tiles, range_steps = -(-layer.rows // (16 * cluster)), layer.cols // 16 // linear.warps
         smem = tokens * (s.kv_lora_rank + 16) * 2 + tiles * linear.warps * 512 + 8  # latents, partial sums, a barrier
         p = CombineAndHeads(
-            name=COMBINE_BESIDE, combine=combine.name, linear=many.name, heads=s.num_attention_heads, kv_lora=s.kv_lora_rank,
+            name=COMBINE_AND_HEADS, combine=combine.name, linear=many.name, heads=s.num_attention_heads, kv_lora=s.kv_lora_rank,
             splits=cast(Any, combine.params).splits, rows=layer.rows, ranges=linear.warps, range_steps=range_steps, block=warps * 32,
             cluster=cluster, block_tiles=tiles, warp_tiles=-(-tiles * linear.warps * cluster // warps), max_tokens=tokens,
         )  # fmt: skip

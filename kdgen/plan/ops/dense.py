@@ -18,7 +18,7 @@ from kdgen.plan.ops.op import (
     stored,
     writes,
 )
-from kdgen.plan.ops.outbox import SENT, Outbox, Sender, outbox_of, sends
+from kdgen.plan.ops.outbox import TO_RANKS, Outbox, Sender, outbox_of, sends
 from kdgen.plan.tuning import (
     CHUNK_STEPS,
     CHUNKS_AHEAD,
@@ -35,7 +35,7 @@ from kdgen.plan.tuning import (
     mma_warps,
 )
 
-FEW = "_few"  #: suffix of a layer's kernel for few rows
+FEW_ROWS = "_few"  #: suffix of a layer's kernel for few rows
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class LinearOp(Op):
 
     @property
     def name(self) -> str:
-        return self.layer.name + (SENT if self.outbox else "")
+        return self.layer.name + (TO_RANKS if self.outbox else "")
 
     @property
     def bias(self) -> Arg | None:
@@ -244,7 +244,7 @@ class HeadsOp(Op):
         warps = max(HEAD_WARPS, linear.warps)
         tiles = max(1, min(4, WEIGHT_STEPS_IN_REGISTERS // steps, -(-row_tiles * linear.warps // warps)))
         p = LinearHeads(
-            name=layer.name + FEW, rows=layer.rows, x_stride=linear.x_stride, x_batch_stride=linear.x_batch_stride,
+            name=layer.name + FEW_ROWS, rows=layer.rows, x_stride=linear.x_stride, x_batch_stride=linear.x_batch_stride,
             y_stride=linear.y_stride, y_batch_stride=linear.y_batch_stride, splits=linear.warps, split_steps=steps, warps=warps,
             warp_tiles=tiles, max_tokens=linear.max_tokens, blocks_per_sm=max(1, 16 // warps), act=self.c.mode.act, rotates=self.rotates,
             rope=s.qk_rope_head_dim, interleave=s.rope_interleave, epilogue_comment=linear.epilogue_comment,

@@ -34,13 +34,13 @@ class Context:
     @property
     def few_rows_sum_norms(self) -> bool:
         """Whether forwards of few rows normalise in the launch that sums over ranks."""
-        return self.shard.exchange == "peer" and 1 < self.shard.ranks <= NORMED_RANKS
+        return self.shard.exchange == "peer" and 1 < self.shard.ranks <= MAX_RANKS_OF_SUM_AND_NORM
 
 
 #: Most ranks whose sums few rows have in one launch with the norm behind them, to which every rank sends all of its part, 57 KB a row of
 #: K2.6. With eight, 8 rows are 3.2 MB, which take longer than the rounds about it, by which a rank sums an eighth of the columns for all;
 #: two ranks are measured, more are arithmetic.
-NORMED_RANKS = 4
+MAX_RANKS_OF_SUM_AND_NORM = 4
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from kdgen.plan.ops.op import Argument, Context, buffer, inboxes, number, reads
 from kdgen.plan.ops.same_bits import SameBits
 from kdgen.plan.tuning import column_blocks
 
-SENT = "_to_ranks"  #: suffix of a kernel that sends its part of a sum to all ranks
+TO_RANKS = "_to_ranks"  #: suffix of a kernel that sends its part of a sum to all ranks
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Sender(SameBits):
 
     @property
     def same_bits_as(self) -> tuple[str, ...]:
-        return (self.name.removesuffix(SENT),) if self.outbox else ()
+        return (self.name.removesuffix(TO_RANKS),) if self.outbox else ()
 
 
 def outbox_of(kernel: Kernel, c: Context) -> Kernel:
     """``kernel``, whose context has an ``outbox``, as the one that sends its results to all ranks."""
     width, ranks = c.spec.hidden_size, c.shard.ranks
     box = Outbox(ranks, width, column_blocks(width))
-    name = kernel.name + SENT
+    name = kernel.name + TO_RANKS
     params = replace(cast(Any, kernel.params), name=name, outbox=box)
     cost = kernel.cost + Cost(bytes_per_row=width * (8 * ranks - 4))
     return replace(kernel, name=name, params=params, cost=cost, summary=f"{kernel.summary}, sent to all ranks")

@@ -31,7 +31,7 @@ from kdgen.plan.tuning import block_for, cluster_of, column_blocks
 #: Copies of a row that a rank may send in one exchange before summing on fewer ranks is quicker: where sending the rest takes as long
 #: as another delay. By the bandwidth and the delay that kdgen.forecast.gpus has of NVLink; not measured.
 DIRECT_COPIES = 28
-NORMED = "_norm"  #: suffix of a sum over ranks with the norm behind it
+AND_NORM = "_norm"  #: suffix of a sum over ranks with the norm behind it
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class SumAndNormOp(Op):
         added, norm = self.sum.kernel(), self.norm.kernel()
         peer, blocks = cast(PeerSum, added.params), cluster_of(norm.block)
         normed = replace(cast(RmsNorm, norm.params), cluster=blocks)
-        p = PeerSumNorm(added.name + NORMED, added.name, normed, self.c.shard.ranks, column_blocks(peer.width), peer.bias)
+        p = PeerSumNorm(added.name + AND_NORM, added.name, normed, self.c.shard.ranks, column_blocks(peer.width), peer.bias)
         cost, summary = added.cost + norm.cost, f"{added.summary}, and its RMSNorm, for few rows"
         early = (*COUNT, "inboxes", "rounds", "residual")
         return Kernel(

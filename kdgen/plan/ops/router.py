@@ -24,8 +24,8 @@ from kdgen.plan.ops.op import (
 )
 from kdgen.plan.tuning import CHUNK_STEPS, GENERIC_TOKENS, ROUTER_CHUNKS_AHEAD, TOKEN_TILES, CType, block_for, mma_warps, register_steps
 
-ROUTER_BESIDE = "shared_gate_up_proj_and_router"
-CHOICE_BESIDE = "shared_down_proj_and_choice"
+LINEAR_AND_ROUTER = "shared_gate_up_proj_and_router"
+LINEAR_AND_CHOICE = "shared_down_proj_and_choice"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class LinearAndRouterOp(Op):
         chunk = math.gcd(held, CHUNK_STEPS)
         ahead = min(ROUTER_CHUNKS_AHEAD, steps // chunk)
         phase = RouterPhase(logits.hidden, logits.experts, logits.warps, held, logits.max_tokens, chunk, ahead)
-        p = LinearAndRouter(ROUTER_BESIDE, cast(LinearMma, gate_up.params), phase)
+        p = LinearAndRouter(LINEAR_AND_ROUTER, cast(LinearMma, gate_up.params), phase)
         summary = f"{gate_up.summary}; beside it, {router.summary}"
         return replace(gate_up, name=p.name, template="linear_and_router.cu.j2", params=p, cost=gate_up.cost + router.cost, summary=summary)
 
@@ -238,7 +238,7 @@ class LinearAndChoiceOp(Op):
         linear, choice = cast(LinearMma, down.params), cast(RouterTopK, topk.params)
         lists = replace(cast(MoeSort, sort.params), block=down.block)
         smem = choice_smem(choice.experts, choice.top_k, choice.groups, linear.warps)
-        p = LinearAndChoice(CHOICE_BESIDE, linear, choice, lists)
+        p = LinearAndChoice(LINEAR_AND_CHOICE, linear, choice, lists)
         tiles, tokens, batch = down.grid
         grid = (replace(tiles, times=tiles.times + 1), tokens, batch)
         cost, summary = down.cost + topk.cost + sort.cost, f"{down.summary}; beside it, expert choice and assignments by expert"

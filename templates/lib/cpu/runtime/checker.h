@@ -159,7 +159,7 @@ static void check_shared(Worker* w, const Access& a) {
   const size_t offset = a.p - reinterpret_cast<uintptr_t>(w->arena);
   const Blame blame{a.lane, a.where};
   const bool dynamic = offset >= DYNAMIC_START;
-  size_t start = DYNAMIC_START;  // of the array that the access is in
+  size_t start = DYNAMIC_START;  // where the array that is accessed begins
   bool inside = dynamic && offset + a.bytes <= DYNAMIC_START + w->launch->shared_bytes;
   if (!dynamic)
     for (const SharedArray& s : w->arrays) {

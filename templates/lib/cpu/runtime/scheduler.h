@@ -165,7 +165,7 @@ EMU_API void emu_collective(unsigned mask, EmuWarpStep step, void* operand, int 
   collective(current(), mask, step, operand, line, what);
 }
 
-static void sync_step(EmuWarp* base, unsigned mask, int) {  // of all collectives, only __syncwarp orders memory
+static void sync_step(EmuWarp* base, unsigned mask, int) {  // no other collective orders memory
   Worker* w = current();
   if (!(w->launch->flags & CHECK)) return;
   const uint32_t tick = next_tick();
@@ -193,7 +193,7 @@ EMU_API void emu_shuffle(EmuShuffle kind, unsigned mask, uint64_t bits, int oper
   Worker* w = current();
   const int lane = static_cast<int>(w->lane->index);
   const int first = lane & ~(width - 1),
-            last = lane | (width - 1);  // of the segment; a lane that reads outside it gets its own value
+            last = lane | (width - 1);  // a lane that reads outside its segment gets its own value
   int from = lane;
   switch (kind) {
     case EMU_FROM_LANE:
