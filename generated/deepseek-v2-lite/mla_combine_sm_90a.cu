@@ -23,7 +23,7 @@ namespace mla_combine {
 constexpr int HEADS = 16;
 constexpr int KV_LORA = 512;
 constexpr int PIECES = KV_LORA / 8;
-constexpr int GROUPS = 2;                     // of 32 columns
+constexpr int GROUPS = 2;                     // groups of 32 columns
 constexpr int PARTS = KV_LORA / 32 / GROUPS;  // blocks of the same heads
 // split s has class s % CLASSES; each class has a sum, and these are added in order
 constexpr int CLASSES = 4;

@@ -21,7 +21,7 @@ constexpr int GROUPS = 8, TOPK_GROUP = 4, GROUP_SIZE = EXPERTS / GROUPS;
 constexpr float ROUTED_SCALING = 0x1.4p+1f /* 2.5 */;
 constexpr int LANE_EXPERTS = (EXPERTS + 31) / 32;
 
-struct Scores {  // of one token row, in shared memory
+struct Scores {  // scores of one token row, in shared memory
   float score[EXPERTS], choice[EXPERTS], chosen[TOP_K];
   float group[GROUPS];
 };

@@ -54,7 +54,7 @@ __device__ __forceinline__ int place_in_page(int slot, int column) {
 constexpr int KV_LORA = 64;
 constexpr int KV_A_STRIDE = 80;                     // numbers of a row of the projection's output
 constexpr int KV_A_OFFSET = 0;                      // where [c_kv | k_rope] lies in it
-constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // of kv_a_layernorm, which has its own
+constexpr float EPS = 0x1.0c6f7ap-20f /* 1e-06 */;  // kv_a_layernorm has its own eps
 constexpr int BLOCK = 64, WARPS = BLOCK / 32;
 
 // Gives access to the row in slot `slot` of a page, from column `first` on.

@@ -21,7 +21,7 @@ constexpr int ROWS = 64;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 192, X_HEAD_STRIDE = 48;
 constexpr int Y_STRIDE = 320, Y_HEAD_STRIDE = 80;
-constexpr int RANGES = 1, RANGE_STEPS = 2;  // of the inputs, in steps of 16
+constexpr int RANGES = 1, RANGE_STEPS = 2;  // ranges of the inputs; MMA steps of a range
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
 constexpr int WARP_TILES = 1;                       // row tiles of a warp, for one range
 constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block

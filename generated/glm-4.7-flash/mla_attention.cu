@@ -41,7 +41,7 @@ constexpr int BLOCKS_PER_SM = 2;  // the registers that this leaves are enough n
 constexpr int STAGES = 2;         // 2 stages of 32 keys fit the 99 KiB of shared memory that every target has
 constexpr int CHAINS = 4;         // independent sums of a score: an MMA waits for the previous one of its sum
 constexpr int SHARED_ROW = ROW + 8;        // 16 more bytes for each row spread ldmatrix over the banks
-constexpr int VALUE_TILES = KV_LORA / 16;  // of 16 columns; warps take them in turn
+constexpr int VALUE_TILES = KV_LORA / 16;  // tiles of 16 columns; warps take them in turn
 constexpr int WARP_VALUE_TILES = (VALUE_TILES + WARPS - 1) / WARPS;
 constexpr int P_ROW = TILE + 8;
 constexpr int PAGE_SLOTS = 64;  // slots of a page
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_PER_SM)
   for (int v = 0; v < WARP_VALUE_TILES; ++v)
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[v][0][i] = values[v][1][i] = 0.0f;
-  // of the softmax of head threadIdx.x / 8; its 8 threads have the same numbers
+  // The softmax of head threadIdx.x / 8: its 8 threads have the same numbers.
   float running_max = negative_infinity(), running_sum = 0.0f;
 
   int stage = 0;

@@ -124,7 +124,7 @@ struct Writer {
   Schedule& schedule;
   const int *row_sequence, *row_position, *row_prefix;
   int first_row;  // rows of the step before the launch's first one
-  int count;      // of items so far
+  int count;      // items so far
 
   __device__ __forceinline__ void add(int row, int rows, int begin_split, int end_split, int keys) {
     // The rows of a sequence in a step are a run, whose positions count up from its old keys, or a tree, whose
@@ -138,7 +138,7 @@ struct Writer {
   }
   __device__ __forceinline__ void end() {
     if (threadIdx.x > 0) return;
-    if (count == 0) schedule.items[0] = {};  // which has no splits
+    if (count == 0) schedule.items[0] = {};  // an item without splits
     schedule.count = max(1, count);
   }
 };
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(32)
   begin_after_previous_kernel();
   const int rows = *num_tokens, blocks = gridDim.x, block = blockIdx.x;
   Writer writer{schedules[block], row_sequence, row_position, row_prefix, first_row, 0};
-  // workers of a row, and of all
+  // workers of a row, and of all rows
   const int workers_each = max(1, blocks / max(1, rows)), dealt = rows * workers_each;
   if (block >= dealt) {  // left over
     for (int row = block - dealt; row < rows; row += blocks - dealt) {

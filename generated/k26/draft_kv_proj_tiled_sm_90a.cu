@@ -24,12 +24,12 @@ constexpr int COLS = 7168;  // inputs
 constexpr int ROW_TILES = (ROWS + 15) / 16, STEPS = COLS / 16;
 constexpr int X_STRIDE = 7168, X_BATCH_STRIDE = 0;
 constexpr int Y_STRIDE = 2048, Y_BATCH_STRIDE = 0;
-constexpr int RANGES = 16;      // of inputs, one for each warp of draft_kv_proj
+constexpr int RANGES = 16;      // ranges of inputs, one for each warp of draft_kv_proj
 constexpr int STAGE_STEPS = 4;  // MMA steps of a stage
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int SLOTS = 4;  // stages of inputs in shared memory
 constexpr int TOKENS = 128, WARPS = 16, BLOCK = WARPS * 32;
-constexpr int PIECES = STAGE_STEPS * 2;                       // of 8 inputs, of a token in a stage
+constexpr int PIECES = STAGE_STEPS * 2;  // pieces of 8 inputs that a token has in a stage
 constexpr int LOADS = (TOKENS * PIECES + BLOCK - 1) / BLOCK;  // pieces of a stage that a thread loads
 constexpr int TILE_OUTPUTS = 16, OUTPUTS = ROWS;
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
@@ -46,7 +46,7 @@ static_assert(sizeof(Shared) == 196640, "the plan launches with this many bytes"
 // permuted as in the weights: fragment inputs 2t, 2t+1, 2t+8, 2t+9 are inputs 4t .. 4t+3. So the even words of a
 // piece go to the first half of the step, and the odd words to the second half.
 struct Inputs {
-  const bf16* x;  // of the block's first token
+  const bf16* x;  // inputs of the block's first token
   int count;
   uint4 held[LOADS];
 

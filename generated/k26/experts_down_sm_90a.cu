@@ -21,13 +21,13 @@
 
 namespace experts_down {
 constexpr int ROWS = 7168, COLS = 2048;      // outputs, inputs
-constexpr int EXPERTS = 384;                 // of a layer
-constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
+constexpr int EXPERTS = 384;                 // experts of a layer
+constexpr int ROW_TILES = (ROWS + 15) / 16;  // row tiles of an expert; a launch may take only the first few
 // TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;
 // warps that split the inputs of a tile; depends on the shape alone, so the bits of a row do too
 constexpr int WARPS = 8;
-constexpr int GROUPS = 2;  // of warps in a block, which find each other's inputs in L1
+constexpr int GROUPS = 2;  // groups of warps in a block; each finds the others' inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
 constexpr int TOKEN_TILES = 2;
 constexpr int ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
@@ -62,7 +62,7 @@ __device__ __forceinline__ void read_nibble_bias(float (&bias)[4], const float2 
   bias[0] = bias[2] = row.x, bias[1] = bias[3] = row.y;
 }
 
-struct Weights {  // a lane's of a step
+struct Weights {  // a lane's weights of a step
   uint4 nibbles;
   uint2 scales;
 
@@ -126,7 +126,7 @@ __device__ __forceinline__ const bf16* inputs_of_lane(const bf16* x, const int* 
 __device__ __forceinline__ Inputs load_part(const bf16* of_lane, int step, int part) {
   return of_lane ? *reinterpret_cast<const Inputs*>(of_lane + (step * PARTS + part) * PART_INPUTS) : Inputs{};
 }
-struct StepInputs {  // of a lane
+struct StepInputs {  // a lane's inputs of a step
   Inputs part[PARTS];
 };
 __device__ __forceinline__ void load_step(StepInputs& to, const bf16* of_lane, int step) {
@@ -299,11 +299,11 @@ __device__ __forceinline__ const unsigned char* next_stage(Stream& weights, cons
 // A warp's weights where no expert has more than 8 assignments: its part of every row tile of its group, once.
 struct SinglePassStream {
   const unsigned char* weight;   // this warp's part of a tile of expert 0
-  int row_tiles;                 // of an expert
-  int tiles_left, active, tile;  // of the group; where the next stage is
-  int stage;                     // of that tile
-  const unsigned char* source;   // of that stage
-  u32 slot;                      // of the ring, where it goes
+  int row_tiles;                 // row tiles of an expert
+  int tiles_left, active, tile;  // row tiles left for the group; the next stage's expert and row tile
+  int stage;                     // the next stage of that tile
+  const unsigned char* source;   // where that stage is in memory
+  u32 slot;                      // where that stage goes in the ring
 
   __device__ __forceinline__ void open_expert(const Lists& lists) {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
@@ -325,13 +325,13 @@ struct SinglePassStream {
 // the tiles as the expert has ASSIGNMENTS.
 struct MultiPassStream {
   const unsigned char* weight;   // this warp's part of a tile of expert 0
-  int row_tiles;                 // of an expert
-  int tiles_left, active, tile;  // of the group; where the next stage is
-  int stage;                     // of that tile
-  const unsigned char* source;   // of that stage
-  u32 slot;                      // of the ring, where it goes
+  int row_tiles;                 // row tiles of an expert
+  int tiles_left, active, tile;  // row tiles left for the group; the next stage's expert and row tile
+  int stage;                     // the next stage of that tile
+  const unsigned char* source;   // where that stage is in memory
+  u32 slot;                      // where that stage goes in the ring
   int passes, pass;              // over that tile
-  int stage_bytes;               // of one tile in a stage
+  int stage_bytes;               // bytes of one tile in a stage
 
   __device__ __forceinline__ void open_expert(const Lists& lists) {
     const int count = lists.count(active);
@@ -407,7 +407,7 @@ struct UpTo8 {
 struct MoreThan8 {
   GroupShared* shared;
   const bf16* of_lane[TOKEN_TILES];
-  Inputs inputs[TOKEN_TILES];  // of the next part
+  Inputs inputs[TOKEN_TILES];  // inputs of the next part
   u32 minus_136[4];
 
   __device__ __forceinline__ MoreThan8(GroupShared* shared, const bf16* x, const int* assignments, int count)
@@ -423,7 +423,7 @@ struct MoreThan8 {
   }
   __device__ __forceinline__ void add_up(float (&sum)[ROW_TILES_AT_ONCE][TOKEN_TILES][4],
                                          MultiPassStream& weights, const Lists& lists) {
-    constexpr int TILE_STEPS = STAGE_STEPS / ROW_TILES_AT_ONCE;  // of each row tile in a stage
+    constexpr int TILE_STEPS = STAGE_STEPS / ROW_TILES_AT_ONCE;  // steps of each row tile in a stage
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
     for (int i = 0; i < ROW_TILES_AT_ONCE * TOKEN_TILES * 4; ++i)

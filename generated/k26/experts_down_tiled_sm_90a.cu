@@ -23,12 +23,12 @@
 
 namespace experts_down_tiled {
 constexpr int ROWS = 7168, COLS = 2048;      // outputs, inputs
-constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
+constexpr int ROW_TILES = (ROWS + 15) / 16;  // row tiles of an expert; a launch may take only the first few
 // TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;
-constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
+constexpr int RANGES = 8;  // ranges of inputs, one for each warp of experts_down
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
-constexpr int TOKENS = 64;  // of a tile at most
+constexpr int TOKENS = 64;  // most tokens of a tile
 using Inputs = uint4;       // a lane's part of a group of 32 inputs: two B fragments
 // A step has two groups of inputs with a scale each, its parts.
 constexpr int PART_INPUTS = 32, PARTS = 2, STEPS = (COLS + 63) / 64;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void read_nibble_bias(float (&bias)[4], const float2 
   bias[0] = bias[2] = row.x, bias[1] = bias[3] = row.y;
 }
 
-struct Weights {  // a lane's of a step
+struct Weights {  // a lane's weights of a step
   uint4 nibbles;
   uint2 scales;
 
@@ -94,8 +94,9 @@ constexpr int STEP_INPUTS = PARTS * PART_INPUTS;
 constexpr int STAGE_STEPS = 2;  // steps that are copied at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
-constexpr int STAGE_INPUTS = STAGE_STEPS * STEP_INPUTS, TILES = (STAGE_INPUTS + 63) / 64;  // of 64 inputs
-constexpr int PIECES = STAGE_INPUTS / TILES / 8;  // of 8 inputs: a token's in a tile; a thread copies one
+constexpr int STAGE_INPUTS = STAGE_STEPS * STEP_INPUTS;
+constexpr int TILES = (STAGE_INPUTS + 63) / 64;   // tiles of 64 inputs in a stage
+constexpr int PIECES = STAGE_INPUTS / TILES / 8;  // pieces of 8 inputs of a token in a tile
 constexpr int SLOTS = 3;                          // stages in use or being copied
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
 static_assert(STAGE_INPUTS % (TILES * 8) == 0 && TOKENS * PIECES <= BLOCK,
@@ -114,7 +115,7 @@ static_assert(sizeof(Shared) == 219168, "the plan launches with this many bytes"
 // The experts that have tokens, and where these stand in `assignments`.
 struct Lists {
   const int *active_expert, *active_begin, *active_end, *assignments;
-  int row_groups;  // of an expert, each of WARPS row tiles
+  int row_groups;  // groups of WARPS row tiles of an expert
 
   __device__ __forceinline__ int tokens(int active) const {
     return active_end[active] - active_begin[active];
@@ -202,7 +203,7 @@ struct Loader {
   Item item;
   // the stage of the item that is copied next; how many copied stages are not arranged yet
   int stage, unarranged;
-  int slot, parity;              // of the stage in use, and its barrier's
+  int slot, parity;              // slot of the stage in use, and parity of its barrier
   const unsigned char* weights;  // this lane's, of the stage that is copied next
   const bf16* inputs;            // this thread's of it
   bool has_token;

@@ -21,7 +21,7 @@ constexpr int ROWS = 128;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 32768, X_HEAD_STRIDE = 512;
 constexpr int Y_STRIDE = 8192, Y_HEAD_STRIDE = 128;
-constexpr int RANGES = 4, RANGE_STEPS = 8;  // of the inputs, in steps of 16
+constexpr int RANGES = 4, RANGE_STEPS = 8;  // ranges of the inputs; MMA steps of a range
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
 constexpr int WARP_TILES = 2;                       // row tiles of a warp, for one range
 constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block

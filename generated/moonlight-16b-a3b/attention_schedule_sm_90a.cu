@@ -136,7 +136,7 @@ struct Writer {
   Schedule& schedule;
   const int *row_sequence, *row_position, *row_prefix;
   int first_row;  // rows of the step before the launch's first one
-  int count;      // of items so far
+  int count;      // items so far
 
   __device__ __forceinline__ void add(int row, int rows, int begin_split, int end_split, int keys) {
     // The rows of a sequence in a step are a run, whose positions count up from its old keys, or a tree, whose
@@ -150,7 +150,7 @@ struct Writer {
   }
   __device__ __forceinline__ void end() {
     if (threadIdx.x > 0) return;
-    if (count == 0) schedule.items[0] = {};  // which has no splits
+    if (count == 0) schedule.items[0] = {};  // an item without splits
     schedule.count = max(1, count);
   }
 };
@@ -162,11 +162,10 @@ extern "C" __global__ void __launch_bounds__(32)
   const int tokens = *num_tokens, groups = (tokens + GROUP - 1) / GROUP, blocks = gridDim.x,
             block = blockIdx.x;
   Writer writer{schedules[block], row_sequence, row_position, row_prefix, first_row, 0};
-  // of a group
-  const int workers_each = max(1, blocks / max(1, groups));
+  const int workers_each = max(1, blocks / max(1, groups));  // workers of a group
   for (int group = block / workers_each; group < groups; group += blocks / workers_each) {
     const int first = group * GROUP, rows = min(GROUP, tokens - first);
-    int shared_keys = row_prefix[first];  // which all rows of the group see, in the same cache rows
+    int shared_keys = row_prefix[first];  // keys that all rows of the group see, in the same cache rows
     for (int row = first + 1; row < first + rows; ++row)
       shared_keys = row_sequence[row] == row_sequence[first] ? min(shared_keys, row_prefix[row]) : 0;
     const int shared_splits = split_of(shared_keys);

@@ -23,12 +23,12 @@
 
 namespace experts_down_tiled {
 constexpr int ROWS = 2048, COLS = 1408;      // outputs, inputs
-constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
+constexpr int ROW_TILES = (ROWS + 15) / 16;  // row tiles of an expert; a launch may take only the first few
 // TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
 constexpr int ASSIGNMENTS_PER_X_ROW = 1;
-constexpr int RANGES = 8;  // of inputs, with a sum each: the warps of experts_down that split them
+constexpr int RANGES = 8;  // ranges of inputs, one for each warp of experts_down
 constexpr int WARPS = 16, BLOCK = WARPS * 32;
-constexpr int TOKENS = 64;  // of a tile at most
+constexpr int TOKENS = 64;  // most tokens of a tile
 using Inputs = uint2;       // a lane's part of 16 inputs: a B fragment
 constexpr int PART_INPUTS = 16, PARTS = 1, STEPS = COLS / 16;
 // weight: [expert][row tile][step][lane] of 16 bytes, each lane's A fragment; inputs permuted as in the dense layers.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* by
   a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
 }
 
-struct Weights {  // of a lane, for a step
+struct Weights {  // a lane's weights of a step
   u32 a[4];
 
   __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
@@ -57,8 +57,9 @@ constexpr int STEP_INPUTS = PARTS * PART_INPUTS;
 constexpr int STAGE_STEPS = 1;  // steps that are copied at a time
 constexpr int STAGES = STEPS / STAGE_STEPS, RANGE_STAGES = STAGES / RANGES;
 constexpr int STAGE_BYTES = STAGE_STEPS * STEP_BYTES, TILE_BYTES = STEPS * STEP_BYTES;
-constexpr int STAGE_INPUTS = STAGE_STEPS * STEP_INPUTS, TILES = (STAGE_INPUTS + 63) / 64;  // of 64 inputs
-constexpr int PIECES = STAGE_INPUTS / TILES / 8;  // of 8 inputs: a token's in a tile; a thread copies one
+constexpr int STAGE_INPUTS = STAGE_STEPS * STEP_INPUTS;
+constexpr int TILES = (STAGE_INPUTS + 63) / 64;   // tiles of 64 inputs in a stage
+constexpr int PIECES = STAGE_INPUTS / TILES / 8;  // pieces of 8 inputs of a token in a tile
 constexpr int SLOTS = 3;                          // stages in use or being copied
 static_assert(STEPS % STAGE_STEPS == 0 && STAGES % RANGES == 0, "whole stages");
 static_assert(STAGE_INPUTS % (TILES * 8) == 0 && TOKENS * PIECES <= BLOCK,
@@ -77,7 +78,7 @@ static_assert(sizeof(Shared) == 139296, "the plan launches with this many bytes"
 // The experts that have tokens, and where these stand in `assignments`.
 struct Lists {
   const int *active_expert, *active_begin, *active_end, *assignments;
-  int row_groups;  // of an expert, each of WARPS row tiles
+  int row_groups;  // groups of WARPS row tiles of an expert
 
   __device__ __forceinline__ int tokens(int active) const {
     return active_end[active] - active_begin[active];
@@ -165,7 +166,7 @@ struct Loader {
   Item item;
   // the stage of the item that is copied next; how many copied stages are not arranged yet
   int stage, unarranged;
-  int slot, parity;              // of the stage in use, and its barrier's
+  int slot, parity;              // slot of the stage in use, and parity of its barrier
   const unsigned char* weights;  // this lane's, of the stage that is copied next
   const bf16* inputs;            // this thread's of it
   bool has_token;

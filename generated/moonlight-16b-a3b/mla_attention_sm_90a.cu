@@ -347,7 +347,7 @@ template <int WARPGROUP>
 __device__ __forceinline__ void attend(Shared* shared, const BlockWork& work, bf16* split_values,
                                        float* split_max, float* split_sum, int max_splits) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, head_tile = blockIdx.y;
-  const int first_head = warp * 16 + lane / 4;  // of the tile, and another one 8 behind
+  const int first_head = warp * 16 + lane / 4;  // this thread has this head of the tile, and the one 8 behind
   float values[HALF / 2];
   int tile = 0, queries = 0;  // this block's tiles of keys and of heads so far
   // Issues the values of the other warpgroup's tile `other`.

@@ -32,8 +32,8 @@ constexpr int BATCH = 32;                      // splits whose values a warp loa
 constexpr int CLASS_SPLITS = BATCH / CLASSES;  // splits of a class in a batch
 constexpr int ROWS = 128;                      // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
-constexpr int RANGES = 4, RANGE_STEPS = 8;       // of the inputs, in steps of 16
-constexpr int BLOCK = 1024, WARPS = BLOCK / 32;  // of a cluster
+constexpr int RANGES = 4, RANGE_STEPS = 8;       // ranges of the inputs; MMA steps of a range
+constexpr int BLOCK = 1024, WARPS = BLOCK / 32;  // threads and warps of a cluster
 constexpr int BLOCK_OF_CLUSTER = CLUSTER_BLOCK(BLOCK, 8);
 constexpr int TILES = CLUSTER_BLOCK(8, 8);  // row tiles of a block
 constexpr int WARP_TILES = 1;               // row tiles of a warp, for one range of the inputs
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     part[k] = k * CLASSES + split_class < left ? values[(size_t)k * CLASSES * HEADS * PIECES]
                                                : make_uint4(0, 0, 0, 0);
   };
-  float split_max_now, split_sum_now;  // of the batch's splits, one in each lane
+  float split_max_now, split_sum_now;  // a lane has those of one split of the batch
   auto load_sums = [&](int i, int first, int left) {
     const size_t place =
         ((size_t)(first_token + i / COLUMN_GROUPS) * HEADS + head) * max_splits + first + lane;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_OF_CLUSTER)
     split_sum_now = lane < left ? split_sum[place] : 0.0f;
   };
   constexpr int AHEAD = 4;
-  float maxima[AHEAD];  // of splits behind an item's first batch, AHEAD in each lane
+  float maxima[AHEAD];  // a lane has those of AHEAD splits behind an item's first batch
   auto load_maxima = [&](int i, int first, int left) {
     const float* of_row = split_max + ((size_t)(first_token + i / COLUMN_GROUPS) * HEADS + head) * max_splits;
 #pragma unroll

@@ -14,7 +14,7 @@
 #include "primitives.cuh"
 
 namespace row_groups {
-constexpr int ROWS = 528;  // of a group
+constexpr int ROWS = 528;  // most rows of a group
 
 extern "C" __global__ void __launch_bounds__(32)
     row_groups(const int* num_tokens, int* group_rows, int groups) {

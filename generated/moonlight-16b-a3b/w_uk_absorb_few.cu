@@ -21,7 +21,7 @@ constexpr int ROWS = 512;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 3072, X_HEAD_STRIDE = 192;
 constexpr int Y_STRIDE = 9216, Y_HEAD_STRIDE = 576;
-constexpr int RANGES = 2, RANGE_STEPS = 4;  // of the inputs, in steps of 16
+constexpr int RANGES = 2, RANGE_STEPS = 4;  // ranges of the inputs; MMA steps of a range
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
 constexpr int WARP_TILES = 4;                       // row tiles of a warp, for one range
 constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block

@@ -81,7 +81,7 @@ constexpr int MIN_TOKENS_FOR_LINES = 4;  // from so many tokens on, InputLines l
 constexpr int CHUNK_STEPS = 4;           // MMA steps that InputLines loads at a time
 constexpr int CHUNKS_AHEAD = 3;          // chunks that are being loaded while an earlier one is multiplied
 constexpr int MAX_TOKENS = 32;           // most that one pass over the weights serves
-constexpr int ROW_TILES_AT_ONCE = 4;     // that use one reading of the inputs of more than 8 tokens
+constexpr int ROW_TILES_AT_ONCE = 4;     // row tiles that use one reading of the inputs of over 8 tokens
 constexpr int BLOCK = WARPS * 32;
 constexpr int BLOCKS_PER_SM = 4;  // the registers that this leaves are enough not to spill
 static_assert(STEPS % WARPS == 0 && WARP_STEPS % STAGE_STEPS == 0, "whole stages");
@@ -116,10 +116,10 @@ struct Stream {
   const uint4* weight;
   uint4* ring;
   u32 source;              // index into `weight` of the next stage to copy
-  int row_tiles;           // of the layer
+  int row_tiles;           // row tiles of the layer
   int first_tile, stride;  // the block has tiles first_tile, first_tile + stride, ...
-  int tile, place, stage;  // of the next stage to copy: first of the tiles at once, place among them, stage
-  u32 slot;                // of the ring, for that stage
+  int tile, place, stage;  // next stage to copy: first tile of AT_ONCE, place among these, stage
+  u32 slot;                // slot of the ring for that stage
 
   template <int AT_ONCE>
   __device__ __forceinline__ void copy_next() {
@@ -252,7 +252,7 @@ template <class Inputs>
 __device__ __forceinline__ void multiply_up_to_8(Shared* shared, Stream& weights, const bf16* x, int count,
                                                  bf16* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int BUFFERS = SUMS / 2;  // of partial sums
+  constexpr int BUFFERS = SUMS / 2;  // buffers of partial sums
   Inputs inputs(shared, x, count);
   int buffer = 0;
   for (int row_tile = weights.first_tile; row_tile < weights.row_tiles; row_tile += weights.stride) {
@@ -284,7 +284,7 @@ __device__ __forceinline__ void multiply_up_to_8(Shared* shared, Stream& weights
 template <int TILES>
 __device__ __forceinline__ void multiply(Shared* shared, Stream& weights, const bf16* x, int count, bf16* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int BUFFERS = SUMS / TILES;  // of partial sums, used in turn
+  constexpr int BUFFERS = SUMS / TILES;  // buffers of partial sums, used in turn
   constexpr int AT_ONCE = row_tiles_at_once(TILES * 8);
   x += lane % 4 * 4;
   int x_at[TILES];

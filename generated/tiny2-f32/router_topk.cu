@@ -20,7 +20,7 @@ constexpr int TOP_K = 2;
 constexpr float ROUTED_SCALING = 0x1.8p+0f /* 1.5 */;
 constexpr int LANE_EXPERTS = (EXPERTS + 31) / 32;
 
-struct Scores {  // of one token row, in shared memory
+struct Scores {  // scores of one token row, in shared memory
   float score[EXPERTS], choice[EXPERTS], chosen[TOP_K];
 };
 

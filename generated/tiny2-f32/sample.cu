@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     kept.equal_below = low;
   }
-  u32 lowest_key = 0;  // of the tokens that top-p leaves; of tokens with equal logits it leaves all or none
+  u32 lowest_key = 0;  // lowest key that top-p leaves; it leaves all or none of the tokens with equal logits
   if (top_p[sequence] < 1.0f) {
     float sum = 0.0f;
     for (int i = threadIdx.x; i < VOCAB; i += BLOCK)
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
 
   const u64 key = (u64)(u32)seed[2 * sequence + 1] << 32 | (u32)seed[2 * sequence];
-  const u32 position = row_position[token_row] + 1;  // of the drawn token
+  const u32 position = row_position[token_row] + 1;  // position of the drawn token
   float best = negative_infinity();
   int best_token = 0x7fffffff;
   for (int i = threadIdx.x; i < VOCAB; i += BLOCK) {

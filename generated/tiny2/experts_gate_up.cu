@@ -21,13 +21,13 @@
 
 namespace experts_gate_up {
 constexpr int ROWS = 128, COLS = 192;        // outputs, inputs
-constexpr int EXPERTS = 6;                   // of a layer
-constexpr int ROW_TILES = (ROWS + 15) / 16;  // of an expert; a launch may take the first few alone
+constexpr int EXPERTS = 6;                   // experts of a layer
+constexpr int ROW_TILES = (ROWS + 15) / 16;  // row tiles of an expert; a launch may take only the first few
 // TOP_K if a row of x belongs to a token, 1 if it belongs to an assignment
 constexpr int ASSIGNMENTS_PER_X_ROW = 2;
 // warps that split the inputs of a tile; depends on the shape alone, so the bits of a row do too
 constexpr int WARPS = 2;
-constexpr int GROUPS = 4;  // of warps in a block, which find each other's inputs in L1
+constexpr int GROUPS = 4;  // groups of warps in a block; each finds the others' inputs in L1
 constexpr int GROUP = WARPS * 32, BLOCK = GROUPS * GROUP;
 constexpr int TOKEN_TILES = 2;
 constexpr int ASSIGNMENTS = TOKEN_TILES * 8;  // most that one pass over the weights serves
@@ -45,7 +45,7 @@ __device__ __forceinline__ void fragment_of(u32 (&a)[4], const unsigned char* by
   a[0] = four.x, a[1] = four.y, a[2] = four.z, a[3] = four.w;
 }
 
-struct Weights {  // of a lane, for a step
+struct Weights {  // a lane's weights of a step
   u32 a[4];
 
   __device__ __forceinline__ Weights(const unsigned char* step, int lane) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ const bf16* inputs_of_lane(const bf16* x, const int* 
 __device__ __forceinline__ Inputs load_part(const bf16* of_lane, int step, int part) {
   return of_lane ? *reinterpret_cast<const Inputs*>(of_lane + (step * PARTS + part) * PART_INPUTS) : Inputs{};
 }
-using StepInputs = Inputs;  // of a lane
+using StepInputs = Inputs;  // a lane's inputs of a step
 __device__ __forceinline__ void load_step(StepInputs& to, const bf16* of_lane, int step) {
   to = load_part(of_lane, step, 0);
 }
@@ -202,11 +202,11 @@ __device__ __forceinline__ const unsigned char* next_stage(Stream& weights, cons
 // A warp's weights where no expert has more than 8 assignments: its part of every row tile of its group, once.
 struct SinglePassStream {
   const unsigned char* weight;   // this warp's part of a tile of expert 0
-  int row_tiles;                 // of an expert
-  int tiles_left, active, tile;  // of the group; where the next stage is
-  int stage;                     // of that tile
-  const unsigned char* source;   // of that stage
-  u32 slot;                      // of the ring, where it goes
+  int row_tiles;                 // row tiles of an expert
+  int tiles_left, active, tile;  // row tiles left for the group; the next stage's expert and row tile
+  int stage;                     // the next stage of that tile
+  const unsigned char* source;   // where that stage is in memory
+  u32 slot;                      // where that stage goes in the ring
 
   __device__ __forceinline__ void open_expert(const Lists& lists) {
     source = weight + ((size_t)lists.active_expert[active] * ROW_TILES + tile) * TILE_BYTES;
@@ -228,13 +228,13 @@ struct SinglePassStream {
 // the tiles as the expert has ASSIGNMENTS.
 struct MultiPassStream {
   const unsigned char* weight;   // this warp's part of a tile of expert 0
-  int row_tiles;                 // of an expert
-  int tiles_left, active, tile;  // of the group; where the next stage is
-  int stage;                     // of that tile
-  const unsigned char* source;   // of that stage
-  u32 slot;                      // of the ring, where it goes
+  int row_tiles;                 // row tiles of an expert
+  int tiles_left, active, tile;  // row tiles left for the group; the next stage's expert and row tile
+  int stage;                     // the next stage of that tile
+  const unsigned char* source;   // where that stage is in memory
+  u32 slot;                      // where that stage goes in the ring
   int passes, pass;              // over that tile
-  int stage_bytes;               // of one tile in a stage
+  int stage_bytes;               // bytes of one tile in a stage
 
   __device__ __forceinline__ void open_expert(const Lists& lists) {
     const int count = lists.count(active);
@@ -306,7 +306,7 @@ struct UpTo8 {
 struct MoreThan8 {
   GroupShared* shared;
   const bf16* of_lane[TOKEN_TILES];
-  Inputs inputs[TOKEN_TILES];  // of the next step
+  Inputs inputs[TOKEN_TILES];  // inputs of the next step
 
   __device__ __forceinline__ MoreThan8(GroupShared* shared, const bf16* x, const int* assignments, int count)
       : shared(shared) {
@@ -320,7 +320,7 @@ struct MoreThan8 {
   }
   __device__ __forceinline__ void add_up(float (&sum)[ROW_TILES_AT_ONCE][TOKEN_TILES][4],
                                          MultiPassStream& weights, const Lists& lists) {
-    constexpr int TILE_STEPS = STAGE_STEPS / ROW_TILES_AT_ONCE;  // of each row tile in a stage
+    constexpr int TILE_STEPS = STAGE_STEPS / ROW_TILES_AT_ONCE;  // steps of each row tile in a stage
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
 #pragma unroll
     for (int i = 0; i < ROW_TILES_AT_ONCE * TOKEN_TILES * 4; ++i)

@@ -24,7 +24,7 @@ constexpr int ROWS = 48;  // outputs of a head
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int X_STRIDE = 384, X_HEAD_STRIDE = 64;
 constexpr int Y_STRIDE = 480, Y_HEAD_STRIDE = 80;
-constexpr int RANGES = 1, RANGE_STEPS = 2;  // of the inputs, in steps of 16
+constexpr int RANGES = 1, RANGE_STEPS = 2;  // ranges of the inputs; MMA steps of a range
 constexpr int WARPS = 8, BLOCK = WARPS * 32;
 constexpr int WARP_TILES = 1;                       // row tiles of a warp, for one range
 constexpr int TILES = WARPS / RANGES * WARP_TILES;  // row tiles of a block
