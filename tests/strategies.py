@@ -19,7 +19,7 @@ __all__ = ["ODD", "TILED", "draft_rows", "rounds_draws", "situations", "specs"]
 
 
 class HypothesisChoices:
-    """``draw.Choices`` that Hypothesis makes, and shrinks."""
+    """``random_cases.Choices`` that Hypothesis makes, and shrinks."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw

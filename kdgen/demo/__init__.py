@@ -1,6 +1,6 @@
 """The demo model: a small byte-level model of Python source and its DFlash drafter.
 
-``corpus.py`` is the text, ``prompts.py`` what of it is held out to begin with, ``target.py`` and ``drafter.py`` the two models in torch,
-``train.py`` trains and exports them (an extra: torch), ``acceptance.py`` measures on held-out prompts what drafts are accepted, with the
-engine and without torch.
+``corpus.py`` collects the training text, ``prompts.py`` reads and writes held-out prompts, ``target.py`` and ``drafter.py`` are the two
+models in torch, ``train.py`` trains and exports them (with torch, an extra), and ``acceptance.py`` measures how many drafted tokens are
+accepted on held-out prompts (without torch).
 """

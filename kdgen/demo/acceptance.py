@@ -1,9 +1,9 @@
 """How many tokens a forward gives on held-out prompts: ``python -m kdgen.demo.acceptance [TRAINED]``.
 
-TRAINED is a folder that ``kdgen.demo.train`` wrote; without it, the model that comes with kdgen is measured.
+TRAINED is a folder written by ``kdgen.demo.train``; without it, the shipped model is measured.
 
-Every prompt is decoded plainly, with the drafter's chain, and with trees of several budgets; all must give the same tokens. A round's
-acceptance length counts the root, so that 1 means that nothing drafted was of use. Prints a table, or JSON.
+Every prompt is decoded plainly, with chains of the drafter, and with trees of several budgets; all must give the same tokens. A round's
+acceptance length counts the root, so 1 means that no drafted token was accepted. Prints a table, or JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA = "kdgen.acceptance/1"
 
 @dataclass(frozen=True)
 class Accepted:
-    """One way of drafting over all prompts. ``histogram`` counts rounds by their acceptance length, from 1 on."""
+    """The results of one way of drafting over all prompts. ``histogram[i]`` is the number of rounds with acceptance length i + 1."""
 
     method: str
     mean: float
@@ -52,7 +52,7 @@ class Report:
 
 
 def measure(engine: Engine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> Iterator[Accepted]:
-    """Chain, then trees. Raises KdgenError when a draft changes a token, which is a bug."""
+    """Measure chains, then trees. Raises KdgenError when a draft changes a token, which would be a bug."""
     draft = engine.spec.draft
     if draft is None:
         raise no_drafter(engine.spec.name)

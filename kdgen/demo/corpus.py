@@ -1,8 +1,8 @@
-"""The demo's text: Python source as it lies on the machine that trains, in bytes.
+"""The demo's training text: Python source that is installed on the machine that trains, in bytes.
 
-It is the standard library (PSF License Agreement) and those of ``PACKAGES`` that are installed (each under the BSD license), all of
-which may be redistributed. Tests are left out, and tables of characters. One file in twenty is held out by a hash of its path: nothing is
-trained on those, and prompts come from those of the standard library alone.
+It is the standard library (PSF License Agreement) and those of ``PACKAGES`` that are installed (BSD license). All may be redistributed.
+Tests and tables of characters are left out. One file in twenty, chosen by a hash of its path, is held out from training. Prompts are taken
+from held-out files of the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kdgen.demo.prompts import Prompt
 
-END, MASK = 256, 257  #: tokens beyond the bytes: between files, and the drafter's mask
+END, MASK = 256, 257  #: the tokens after the 256 bytes: the end of a file, and the drafter's mask
 HELD_OUT = 1 / 20
 PACKAGES = ("torch", "sympy", "numpy", "networkx")  #: BSD-3-Clause, each of them
 _LEFT_OUT = frozenset({"site-packages", "test", "tests", "testing", "idle_test", "encodings", "__pycache__"})
@@ -39,7 +39,7 @@ class File:
 
 
 def library() -> Path:
-    """The standard library of the interpreter that runs this."""
+    """The folder of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -56,7 +56,7 @@ def packages() -> dict[str, tuple[str, Path]]:
 
 
 def files(root: Path | None = None) -> Iterator[File]:
-    """Every source file below ``root``, by path; those that are no UTF-8 text are passed over."""
+    """All source files below ``root``, in the order of paths, except those that are not UTF-8."""
     root = root or library()
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
@@ -72,13 +72,13 @@ def files(root: Path | None = None) -> Iterator[File]:
 
 
 def stream(chosen: list[File]) -> NDArray[np.uint16]:
-    """The files one after another, each behind an END."""
+    """The files' tokens, with an END before each file."""
     parts = [np.concatenate([np.array([END], np.uint16), np.frombuffer(file.text, np.uint8).astype(np.uint16)]) for file in chosen]
     return np.concatenate(parts)
 
 
 def windows(tokens: NDArray[np.uint16], count: int, length: int, seed: int, step: int) -> NDArray[np.int64]:
-    """``count`` stretches of ``length`` tokens [count, length]: a function of seed and step alone, so that training can go on anywhere."""
+    """``count`` random stretches of tokens [count, length]. They depend only on seed and step, so that training can be continued."""
     generator = np.random.Generator(np.random.Philox(key=seed, counter=step << 64))
     begins = generator.integers(0, len(tokens) - length, count)
     chosen: NDArray[np.int64] = tokens[begins[:, None] + np.arange(length)].astype(np.int64)
@@ -86,7 +86,7 @@ def windows(tokens: NDArray[np.uint16], count: int, length: int, seed: int, step
 
 
 def prompts(chosen: list[File], count: int, length: int, seed: int) -> list[Prompt]:
-    """``count`` prompts of ``length`` bytes of held-out files, each from the start of a line, no file much more often than others."""
+    """``count`` prompts of ``length`` bytes from held-out files, each from the start of a line, spread evenly over the files."""
     generator = np.random.Generator(np.random.Philox(key=seed))
     long_enough = [file for file in chosen if len(file.text) > 2 * length]
     found: list[Prompt] = []
@@ -102,20 +102,20 @@ def prompts(chosen: list[File], count: int, length: int, seed: int) -> list[Prom
 
 @dataclass(frozen=True)
 class Text:
-    """The corpus, split: training text as one stream of tokens, the held-out files of all of it, and those of the standard library."""
+    """The corpus: training text as one stream of tokens, all held-out files, and the held-out files of the standard library."""
 
-    sources: tuple[str, ...]  #: what it is made of, with versions
+    sources: tuple[str, ...]  #: its sources, with versions
     train: NDArray[np.uint16]
     held_out: list[File]
     library: list[File]
 
     @classmethod
     def load(cls, root: Path | None = None) -> Text:
-        """Read and split the library and the packages, or what lies below ``root``. Raises ValueError when that is next to nothing."""
+        """Read and split the library and the packages, or the files below ``root``. Raises ValueError when there are too few files."""
         found, sources = list(files(root)), [f"standard library of Python {platform.python_version()}, PSF License Agreement"]
         own = [file for file in found if file.held_out]
         if not own or len(found) < 20:
-            raise ValueError(f"{root or library()} holds {len(found)} source files, which is no corpus")
+            raise ValueError(f"{root or library()} holds {len(found)} source files, too few for a corpus")
         for name, (version, folder) in {} if root else packages().items():
             found += [File(f"{name}/{file.path}", file.text) for file in files(folder)]
             sources.append(f"{name} {version}, BSD-3-Clause")
@@ -123,5 +123,5 @@ class Text:
         return cls(tuple(sources), stream(kept), [file for file in found if file.held_out], own)
 
     def windows(self, count: int, length: int, seed: int, step: int) -> NDArray[np.int64]:
-        """Stretches of the training text, as ``windows`` has them."""
+        """Random stretches of the training text, as by the function ``windows``."""
         return windows(self.train, count, length, seed, step)

@@ -10,11 +10,11 @@ COLOURS = {"target": "#1f6feb", "drafter": "#bf5b17"}
 
 
 def write_curve(log: Path, out: Path) -> None:
-    """Draw every run of ``log.jsonl`` (a line each with run, step, loss): loss over the part of its steps that is done."""
+    """Draw the loss of every run in ``log.jsonl``, whose lines have run, step and loss, over the run's steps."""
     runs: dict[str, dict[int, float]] = {}
     for line in log.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        if entry["run"] in COLOURS:  # a run that went on logs a step again
+        if entry["run"] in COLOURS:  # a continued run may log a step twice
             runs.setdefault(entry["run"], {})[int(entry["step"])] = float(entry["loss"])
     top = max((loss for run in runs.values() for loss in run.values()), default=1.0)
     parts = [

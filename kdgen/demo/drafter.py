@@ -1,7 +1,7 @@
-"""The demo's DFlash drafter in torch, over parameters named as published; ``kdgen.reference.dflash`` says what it computes.
+"""The demo's DFlash drafter in torch, with parameters named as in published models. It computes the same as ``kdgen.reference.dflash``.
 
-It is trained as it is used: blocks [root, mask, …] behind anchors inside a text, all in one pass, each seeing the target's features of
-the text before its anchor, and itself.
+It is trained as it is used. One pass computes blocks [root, mask, …] at several positions of a text, the anchors. A block attends to the
+target's features of the text before its anchor, and to itself.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class TorchDrafter:
         self.cos, self.sin = (torch.from_numpy(table).to(embedding.device) for table in rope_tables(draft, positions + draft.block_size))
 
     def blocks(self, features: Tensor, roots: Tensor, anchors: Tensor) -> Tensor:
-        """Logits [B, N, block − 1, V] of blocks behind ``anchors`` [B, N], whose ``roots`` [B, N] are the tokens there.
+        """Logits [B, N, block − 1, V] of blocks at ``anchors`` [B, N]; ``roots`` [B, N] are the tokens there.
 
-        ``features`` [B, T, feature_width] are those of positions 0 … T − 1; a block sees those before its anchor.
+        ``features`` [B, T, feature_width] are of positions 0 … T − 1; a block attends to those before its anchor.
         """
         draft, p = self.draft, self.p
         (batch, length), (count, size) = features.shape[:2], (anchors.shape[1], draft.block_size)

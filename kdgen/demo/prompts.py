@@ -1,4 +1,4 @@
-"""Held-out prompts, in the file that ``kdgen.demo.train`` writes."""
+"""Held-out prompts, in a file written by ``kdgen.demo.train``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdgen.files.inputs import read_input
 
 @dataclass(frozen=True)
 class Prompt:
-    """Where held-out text stands, and its bytes, which are its tokens."""
+    """A held-out text: its file, its first line, and its bytes, which are its tokens."""
 
     path: str
     line: int
@@ -20,22 +20,22 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """A character that is cut in two at the end is left out."""
+        """The text, without an incomplete character at its end."""
         return bytes(self.tokens).decode("utf-8", "ignore")
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """Raises KdgenError when the file cannot be read, or is none that ``write_prompts`` wrote."""
+    """The prompts in ``file``. Raises KdgenError when it cannot be read, or is not a file of ``write_prompts``."""
     try:
         found = json.loads(read_input(file))["prompts"]
         return [Prompt(str(each["path"]), int(each["line"]), tuple(map(int, each["tokens"]))) for each in found]
     except OSError as error:
         raise KdgenError(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
-        raise KdgenError(f"{file}: is no file of prompts, as kdgen.demo.train writes them") from None
+        raise KdgenError(f"{file}: is not a file of prompts written by kdgen.demo.train") from None
 
 
 def write_prompts(file: Path, corpus: str, prompts: list[Prompt]) -> None:
-    """JSON, a line a prompt. ``corpus`` says what they were taken from."""
+    """Write JSON with a line for each prompt. ``corpus`` names the source of the prompts."""
     lines = ",\n".join(json.dumps(asdict(prompt)) for prompt in prompts)
     file.write_text(f'{{"corpus": {json.dumps(corpus)}, "prompts": [\n{lines}\n]}}\n', encoding="utf-8")

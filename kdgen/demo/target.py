@@ -1,7 +1,7 @@
-"""The demo's target in torch, over parameters named as published. What it computes is what ``kdgen.reference.model`` does.
+"""The demo's target model in torch, with parameters named as in published models. It computes the same as ``kdgen.reference.model``.
 
-Routed experts are stacked, [experts, outputs, inputs] under ``…experts.gate_proj.weight``, and all of them are computed for every token:
-they are few and small. Their weights are rounded to INT4 as the export will round them, and gradients pass straight through.
+Routed experts are stacked, [experts, outputs, inputs] under ``…experts.gate_proj.weight``. All experts are computed for every token,
+because they are few and small. Their weights are rounded to INT4 as in the export, with a straight-through estimator for gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Forward:
-    """``logits`` [B, T, V]; ``features`` [B, T, layers asked for · hidden]; ``loads`` [experts] tokens of each expert, a MoE layer each."""
+    """``logits`` [B, T, V]; ``features`` [B, T, requested layers · hidden]; ``loads`` [experts], tokens of each expert, for each MoE
+    layer."""
 
     logits: Tensor
     features: Tensor
@@ -38,7 +39,7 @@ def shapes(spec: Spec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def initial(spec: Spec, seed: int) -> Parameters:
-    """Parameters to begin with; what adds to the residual is smaller the more layers there are."""
+    """Initial parameters. Projections that add to the residual are scaled down by the square root of twice the number of layers."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in shapes(spec):
@@ -53,12 +54,12 @@ def initial(spec: Spec, seed: int) -> Parameters:
 
 
 def trained(parameters: Parameters) -> Parameters:
-    """Those that gradients train; the router's bias is moved by ``balance``."""
+    """The parameters that gradients train: all but the router's bias, which ``balance`` changes."""
     return {name: value for name, value in parameters.items() if not name.endswith("e_score_correction_bias")}
 
 
 def balance(spec: Spec, parameters: Parameters, loads: list[Tensor], speed: float) -> None:
-    """DeepSeek V3's balancing without a loss: an expert's bias goes up when it has fewer tokens than the mean, down when it has more."""
+    """DeepSeek V3's balancing without a loss: raise an expert's bias if it has fewer tokens than the mean, lower it if it has more."""
     for layer, load in zip(range(*spec.moe_layers), loads, strict=True):
         parameters[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] += speed * torch.sign(load.mean() - load)
 
@@ -95,7 +96,7 @@ class TorchTarget:
         self.group = spec.quantization.group_size if spec.quantization else 0
 
     def forward(self, tokens: Tensor, layers: tuple[int, ...] = (), cache: list[tuple[Tensor, Tensor]] | None = None) -> Forward:
-        """Tokens [B, T] behind what ``cache`` holds (keys and values of each layer, extended in place), if there is one."""
+        """Run tokens [B, T] after those in ``cache``, the keys and values of each layer, which it extends in place."""
         spec, p = self.spec, self.p
         x = p["model.embed_tokens.weight"][tokens].float()
         features, loads = [], []
@@ -157,7 +158,7 @@ class TorchTarget:
 
 @torch.no_grad()
 def generate(target: TorchTarget, prompts: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
-    """[B, P + new_tokens]: prompts [B, P] and what the target says after them."""
+    """[B, P + new_tokens]: prompts [B, P] and the target's continuations."""
     generator = torch.Generator(prompts.device).manual_seed(seed)
     tokens, step = prompts, prompts
     empty = torch.zeros(0, 0, 0, 0, device=prompts.device)

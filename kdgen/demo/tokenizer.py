@@ -9,7 +9,7 @@ from kdgen.text.tokenizer import byte_characters
 
 
 def tokenizer_json() -> str:
-    """In the format of Hugging Face tokenizers: a byte-level BPE without merges."""
+    """The file's text, in the format of Hugging Face tokenizers: a byte-level BPE without merges."""
     special = [(END, "<|end|>"), (MASK, "<|mask|>")]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

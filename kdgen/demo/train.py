@@ -1,14 +1,14 @@
 """Train the demo model and its drafter, and export both as published folders: ``python -m kdgen.demo.train OUT``.
 
-An extra: it needs torch. Everything is a function of ``--seed``, the corpus and torch's own arithmetic. The state is written every
-``--save-every`` steps, and the same command goes on where it stopped. OUT then holds
+It needs torch (the extra ``train``). The result depends on ``--seed``, the corpus and torch's arithmetic. The state is written every
+``--save-every`` steps, and the same command continues an interrupted training. OUT then holds
 
-- ``model/``: the target, bf16, with ``tokenizer.json``; ``model-int4/``: the same with INT4 experts, which is what was trained for;
+- ``model/``: the target, bf16, with ``tokenizer.json``; ``model-int4/``: the same with INT4 experts, for which it was trained;
 - ``drafter/``: the DFlash drafter in z-lab's layout;
-- ``prompts.json``: held-out prompts, ``log.jsonl`` and ``loss.svg``: how the losses went.
+- ``prompts.json``: held-out prompts; ``log.jsonl`` and ``loss.svg``: the losses.
 
-The drafter learns in two stages: first from the corpus, then from what the target itself says after prompts of the corpus, for that is
-what it will have to guess.
+The drafter is trained in two stages: first on the corpus, then on the target's own continuations of prompts from the corpus, because those
+are what it has to predict.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kdgen.weights.quantize import quantize_model
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``python -m kdgen.demo.train`` takes."""
+    """The options of ``python -m kdgen.demo.train``."""
 
     out: Path
     steps: int = 3000
@@ -60,12 +60,12 @@ class Settings:
     batch: int = 128
     length: int = 512
     draft_batch: int = 64
-    anchors: int = 16  #: draft blocks of a sequence
+    anchors: int = 16  #: draft blocks in each sequence
     own_text: int = 4096  #: sequences that the target writes for the drafter
-    prompt: int = 128  #: bytes before what it writes
+    prompt: int = 128  #: bytes of a prompt for those
     learning_rate: float = 2e-3
     balance_speed: float = 1e-3
-    depth_decay: float = 0.9  #: a drafted token counts this much less than the one before it
+    depth_decay: float = 0.9  #: factor of the loss from each depth to the next
     prompts: int = 128
     seed: int = 0
     save_every: int = 500
@@ -74,7 +74,7 @@ class Settings:
 
 
 class Run:
-    """AdamW over some parameters for a number of steps, logged, and saved so that it can go on."""
+    """Training of some parameters by AdamW for a number of steps, with a log, and with saved states from which it continues."""
 
     def __init__(self, name: str, parameters: Parameters, trained: Parameters, steps: int, settings: Settings) -> None:
         self.name, self.parameters, self.trained = name, parameters, trained
@@ -87,7 +87,7 @@ class Run:
             self._restore()
 
     def train(self, loss_of: Callable[[int], Tensor], after: Callable[[], None] | None = None) -> None:
-        """Take the steps that are left; ``loss_of(step)`` gives each one's loss, ``after`` follows each update."""
+        """Do the remaining steps. ``loss_of(step)`` gives a step's loss; ``after`` is called after each update."""
         for value in self.trained.values():
             value.requires_grad_(True)
         began, total, counted = time.perf_counter(), 0.0, 0
@@ -154,19 +154,19 @@ class Run:
         for key, value in load_file(self._file, self.settings.device).items():
             kind, _, name = key.partition(".")
             {"value": self.parameters, "first": self.first, "second": self.second}[kind][name].copy_(value)
-        print(f"{self.name}: going on at step {self.done}", file=sys.stderr)
+        print(f"{self.name}: continuing at step {self.done}", file=sys.stderr)
 
 
 # ---- the two models -----------------------------------------------------------------------------------------------------
 
 
 def autocast(settings: Settings) -> torch.autocast:
-    """bf16 on a GPU, which is how the kernels compute; float32 on a CPU."""
+    """bf16 on a GPU, as in the kernels; float32 on a CPU."""
     return torch.autocast(settings.device, torch.bfloat16, enabled=settings.device != "cpu")
 
 
 def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> TorchTarget:
-    """Next-token prediction of the corpus."""
+    """Train the target on next-token prediction."""
     parameters = {key: value.to(settings.device) for key, value in targets.initial(spec, settings.seed).items()}
     run = Run("target", parameters, targets.trained(parameters), settings.steps, settings)
     target, loads = TorchTarget(spec, parameters), []
@@ -181,11 +181,11 @@ def train_target(spec: Spec, text: corpus.Text, settings: Settings) -> TorchTarg
 
     run.train(loss_of, lambda: targets.balance(spec, parameters, loads, settings.balance_speed))
     rounded = {key: value.detach().bfloat16().float() if key in run.trained else value for key, value in parameters.items()}
-    return TorchTarget(spec, rounded)  # as it is exported: the drafter learns from that
+    return TorchTarget(spec, rounded)  # as it is exported; the drafter is trained with these weights
 
 
 def own_text(target: TorchTarget, text: corpus.Text, settings: Settings) -> Tensor:
-    """What the target says after prompts of the corpus [own_text, length], one half greedily, one half drawn at temperature 0.7."""
+    """Prompts of the corpus with the target's continuations [own_text, length], half greedy, half at temperature 0.7."""
     parts, each = [], min(2048, max(1, settings.own_text // 2))
     for part in range(-(-settings.own_text // each)):
         prompts = torch.from_numpy(text.windows(each, settings.prompt, settings.seed + 1, part)).to(settings.device)
@@ -197,7 +197,7 @@ def own_text(target: TorchTarget, text: corpus.Text, settings: Settings) -> Tens
 
 
 def train_drafter(draft: DraftSpec, target: TorchTarget, text: corpus.Text, settings: Settings) -> Parameters:
-    """Blocks behind random anchors: a third of the steps in the corpus, the rest in the target's own text."""
+    """Train on blocks at random anchors: a third of the steps on the corpus, the rest on the target's own text."""
     parameters = {key: value.to(settings.device) for key, value in drafters.initial(draft, settings.seed + 2).items()}
     run = Run("drafter", parameters, parameters, settings.draft_steps, settings)
     model = TorchDrafter(draft, parameters, target.p["model.embed_tokens.weight"], target.p["lm_head.weight"], settings.length)
@@ -205,7 +205,7 @@ def train_drafter(draft: DraftSpec, target: TorchTarget, text: corpus.Text, sett
     depths = settings.depth_decay ** torch.arange(draft.block_size - 1, device=settings.device)
 
     def batch_of(step: int) -> tuple[Tensor, int]:
-        """Tokens, and the first position that an anchor may have."""
+        """Tokens, and the first position of an anchor."""
         nonlocal written
         if step < settings.draft_steps // 3:
             return torch.from_numpy(text.windows(settings.draft_batch, settings.length, settings.seed + 3, step)).to(settings.device), 1
@@ -237,7 +237,7 @@ def train_drafter(draft: DraftSpec, target: TorchTarget, text: corpus.Text, sett
 
 
 def export(spec: Spec, target: TorchTarget, parameters: Parameters, text: corpus.Text, settings: Settings) -> None:
-    """The published folders, the held-out prompts, and the curve."""
+    """Write the published folders, the held-out prompts, and the loss curve."""
     draft, plain = spec.draft, spec.with_draft(None).model_copy(update={"quantization": None})
     assert draft is not None
     model = settings.out / "model"
@@ -251,7 +251,7 @@ def export(spec: Spec, target: TorchTarget, parameters: Parameters, text: corpus
     (model / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     if spec.quantization is not None:
         int4 = settings.out / "model-int4"
-        shutil.rmtree(int4, ignore_errors=True)  # of fewer steps
+        shutil.rmtree(int4, ignore_errors=True)  # from an earlier export
         quantize_model(model, int4, lambda done, total: None)
     _folder(settings.out / "drafter", published_draft_config(draft), {key: value.bfloat16() for key, value in parameters.items()})
     prompts = corpus.prompts(text.library, settings.prompts, settings.prompt, settings.seed)
@@ -264,12 +264,12 @@ def _folder(folder: Path, config: dict[str, object], tensors: dict[str, Tensor])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     file = folder / "model.safetensors"
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, file, {"format": "pt"})
-    file.chmod(0o644)  # for everybody to read, which safetensors leaves out
+    file.chmod(0o644)  # readable by all users, as safetensors does not make it
 
 
 @torch.no_grad()
 def held_out_loss(target: TorchTarget, text: corpus.Text, settings: Settings) -> float:
-    """Nats a byte over held-out files."""
+    """The loss on held-out files, in nats per byte."""
     tokens = corpus.stream(text.held_out)
     total = 0.0
     for step in range(8):
@@ -281,7 +281,7 @@ def held_out_loss(target: TorchTarget, text: corpus.Text, settings: Settings) ->
 
 
 def train(settings: Settings, spec: Spec) -> None:
-    """All of it; what is done already is not done again. Raises KdgenError when the spec has no drafter."""
+    """Train and export both models; steps that are done are not repeated. Raises KdgenError when the spec has no drafter."""
     if spec.draft is None:
         raise no_drafter(spec.name)
     settings.out.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ def test_the_demo_model_is_small() -> None:
 def test_files_that_hold_no_prompts(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prompts.json"
     file.write_text(text)
-    with pytest.raises(KdgenError, match="is no file of prompts"):
+    with pytest.raises(KdgenError, match="is not a file of prompts"):
         read_prompts(file)
 
 
