@@ -27,11 +27,6 @@ def choice_smem(experts: int, top_k: int, groups: int, warps: int) -> int:
     return -(-(1024 + warps + warps * scores) // 4) * 16
 
 
-def expert_step(int4: bool) -> tuple[int, int]:
-    """(inputs, bytes) of a step of an expert's row tile in tensor-core fragments, INT4 with its scales."""
-    return (64, 576) if int4 else (16, 512)
-
-
 def expert_split(steps: int, step_bytes: int, registers: int, wgmma: bool) -> tuple[int, bool, Ring]:
     """(warps that split the inputs of an expert's row tile, whether their inputs stay in registers, how each streams its weights).
 

@@ -262,8 +262,8 @@ class Buffer:
 
 #: How a weight's logical matrix is put together from checkpoint tensors (kdgen.weights.pack has one function each).
 Assembly = Literal["single", "concat", "gate_up", "w_uk", "w_uv", "experts", "experts_gate_up"]
-#: How the logical [batch, rows, cols] matrix is laid out in memory (kdgen.weights.pack has one function each).
-Layout = Literal["row_major", "k_major", "mma_a", "int4_k_major", "int4_mma_a"]
+#: How the logical [batch, rows, cols] matrix is laid out in memory: row_major, or a layout of its format (kdgen.plan.formats).
+Layout = str
 
 
 @dataclass(frozen=True)

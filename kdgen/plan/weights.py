@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kdgen.plan.draft_step import own_shard
 from kdgen.plan.expert_tiling import has_bf16_router
-from kdgen.plan.ir import ITEM_BYTES, Assembly, Compute, DType, Layout, Part, Weight
+from kdgen.plan.formats import expert_format, format_of, plain_format
+from kdgen.plan.ir import Assembly, Compute, DType, Part, Weight
 from kdgen.plan.shard import Shard, part_of
 from kdgen.plan.tuning import Mode, mode_of
 from kdgen.spec.model import Spec
@@ -15,16 +16,10 @@ Layers = tuple[int, int] | None  #: the first layer that has a tensor, and the o
 LAYER, ATTENTION = "model.layers.{i}.", "model.layers.{i}.self_attn."  #: how checkpoint keys of a layer begin
 
 
-def stored_bytes(layout: Layout, dtype: DType, logical: tuple[int, int, int], group_size: int) -> int:
-    """Packed size of a [batch, rows, cols] matrix. MMA layouts pad rows to 16; INT4 ones also pad inputs to 64."""
-    batch, rows, cols = logical
-    if layout == "mma_a":
-        return batch * -(-rows // 16) * 16 * cols * 2
-    if layout == "int4_mma_a":
-        return batch * -(-rows // 16) * -(-cols // 64) * 576
-    if layout == "int4_k_major":
-        return batch * (cols // 8 * rows * 4 + cols // group_size * rows * 2)
-    return batch * rows * cols * ITEM_BYTES[dtype]
+def sized(weight: Weight) -> Weight:
+    """``weight`` with the packed size that its format gives it."""
+    batch, rows, cols = weight.logical
+    return replace(weight, stored_bytes=batch * format_of(weight).matrix_bytes(weight.layout, rows, cols))
 
 
 class _Table:
@@ -35,11 +30,11 @@ class _Table:
         self.rows_part = None if shard.whole else Part(0, shard.rank, shard.ranks)
         self.cols_part = None if shard.whole else Part(1, shard.rank, shard.ranks)
         self.fast = mode.compute == "bf16"
-        self.layout: Layout = "mma_a" if self.fast else "k_major"
-        self.dtype: DType = "f32" if mode.weight == "float" else "bf16"
+        self.format = plain_format(mode)
+        self.dtype, self.layout = self.format.dtype, self.format.layout(self.fast)
 
     def add(self, weight: Weight) -> None:
-        self.found.append(replace(weight, stored_bytes=stored_bytes(weight.layout, weight.dtype, weight.logical, weight.group_size)))
+        self.found.append(sized(weight))
 
     def stored(
         self, name: str, assembly: Assembly, dtype: DType, logical: tuple[int, int, int], source: str,
@@ -72,9 +67,8 @@ class _Table:
 
     def experts(self, layers: Layers) -> None:
         spec, experts, width = self.spec, self.spec.n_routed_experts or 0, self.spec.moe_intermediate_size
-        group = spec.quantization.group_size if spec.quantization else 0
-        layout: Layout = ("int4_mma_a" if self.fast else "int4_k_major") if group else self.layout
-        dtype: DType = "u8" if group else self.dtype
+        form = expert_format(spec, self.mode)
+        dtype, layout, group = form.dtype, form.layout(self.fast), form.group_size
         gate, up, down = (f"{LAYER}mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both, tile = (experts, 2 * width, spec.hidden_size), 8 if self.fast else width
         self.add(Weight("experts_gate_up", dtype, both, "experts_gate_up", layout, (gate, up), 0, layers, tile, group, self.rows_part))
@@ -144,17 +138,15 @@ def draft_weights(spec: Spec, compute: Compute, shard: Shard) -> tuple[Weight, .
     mode, own = mode_of(d, compute), own_shard(spec, shard)
     rows_part, cols_part = (None, None) if own.whole else (Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks))
     fast, every, hidden, width = mode.compute == "bf16", (0, d.num_hidden_layers), d.hidden_size, d.intermediate_size
-    layout: Layout = "mma_a" if fast else "k_major"
-    dtype: DType = "f32" if mode.weight == "float" else "bf16"
+    form = plain_format(mode)
     layer, attn, mlp = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
 
     def matrix(
         name: str, rows: int, cols: int, *sources: str, part: Part | None, layers: tuple[int, int] | None = every, gate_up_tile: int = 0
     ) -> Weight:
         assembly: Assembly = "gate_up" if gate_up_tile else "concat" if len(sources) > 1 else "single"
-        logical = (1, rows, cols)
-        size = stored_bytes(layout, dtype, logical, 0)
-        return Weight(name, dtype, logical, assembly, layout, sources, size, layers, gate_up_tile, part=part)
+        layout = form.layout(tensor_cores=fast)
+        return sized(Weight(name, form.dtype, (1, rows, cols), assembly, layout, sources, 0, layers, gate_up_tile, part=part))
 
     def vector(name: str, length: int, *sources: str, layers: tuple[int, int] | None = every, part: Part | None = None) -> Weight:
         assembly: Assembly = "concat" if len(sources) > 1 else "single"

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import DTypeLike
 
 from kdgen.plan.ir import Layout, Weight
-from kdgen.plan.weights import stored_bytes
+from kdgen.plan.weights import sized
 from kdgen.weights import finite
 from kdgen.weights.finite import first_bad_value, first_not_finite
 
@@ -38,8 +38,8 @@ def test_integers_have_none() -> None:
 def test_scales_of_int4_in_parts_of_any_size(layout: Layout, unit: int) -> None:
     """Words may look like NaNs; a bad scale is found in whatever part it lies, and named by its first byte there."""
     logical, group = (3, 16, 64), 32
-    size = stored_bytes(layout, "u8", logical, group)
-    weight = Weight("w", "u8", logical, "experts", layout, ("w",), size, group_size=group)
+    weight = sized(Weight("w", "u8", logical, "experts", layout, ("w",), 0, group_size=group))
+    size = weight.stored_bytes
     expert = size // 3
     scales = [at for at in range(0, size, 2) if at % expert >= 512]
     whole = np.full(size, 0xFF, np.uint8)

@@ -12,8 +12,8 @@ from kdgen.plan.expert_tiling import (
     EXPERT_TOKEN_TILES,
     MEMORY_BOUND_ASSIGNMENTS,
     expert_split,
-    expert_step,
 )
+from kdgen.plan.formats import TILE_ROWS, Format, expert_format
 from kdgen.plan.ir import ONE, Cost, Extent, Kernel
 from kdgen.plan.ops.op import COUNT, ROW_EXTENT, Argument, Op, buffer, layer_weight, reads, reads_floats, reads_ints, stored, writes
 from kdgen.plan.ops.outbox import Outbox, Sender, outbox_of, sends
@@ -33,7 +33,7 @@ class ExpertsF32:
     assignments_per_x_row: int
     slices: int
     tokens: int
-    weight: Literal["float", "bf16", "unsigned char"]
+    weight: str  #: the C++ type of what ``weight`` points to
     int4: bool
     group_size: int
     gated: bool
@@ -87,6 +87,10 @@ class ExpertsOp(Op):
 
     which: Literal["gate_up", "down"]
 
+    @property
+    def format(self) -> Format:
+        return expert_format(self.c.spec, self.c.mode)
+
     def kernel(self) -> Kernel:
         s = self.c.spec
         if self.which == "gate_up":
@@ -96,32 +100,27 @@ class ExpertsOp(Op):
 
     def _kernel(self, name: str, rows: int, cols: int, per_x_row: int, summary: str) -> Kernel:
         s, mode, top_k, gated = self.c.spec, self.c.mode, self.c.spec.num_experts_per_tok, self.which == "gate_up"
-        int4 = s.quantization is not None
+        form = self.format
         outputs = rows // 2 if gated else rows
-        weight_bits = 4 + 16 / s.quantization.group_size if s.quantization else 8 * mode.weight_bytes
         out: CType = mode.act if gated else "float"
         cost = Cost(
-            bytes_per_expert=int(rows * cols * weight_bits / 8),
+            bytes_per_expert=int(rows * cols * form.bits / 8),
             bytes_per_row=top_k * (cols * mode.act_bytes + outputs * (4 if out == "float" else 2)),
             operations_per_row=2 * top_k * rows * cols,
         )
         active = Extent(times=top_k, per_tokens=1, cap=s.n_routed_experts or 0)
-        comment = f"Weights are {mode.weight}."
-        if s.quantization:
-            comment = f"INT4 weights q * scale, one scale for {s.quantization.group_size} inputs."
         if not self.c.tensor_cores:
             slices = input_slices(cols)
             generic = ExpertsF32(
                 name=name, rows=rows, cols=cols, assignments_per_x_row=per_x_row, slices=slices, tokens=GENERIC_TOKENS,
-                weight="unsigned char" if int4 else mode.weight, int4=int4,
-                group_size=s.quantization.group_size if s.quantization else 0, gated=gated, weight_comment=comment,
+                weight=form.c_type(tensor_cores=False), int4=form.name == "int4", group_size=form.group_size, gated=gated,
+                weight_comment=form.comment,
             )  # fmt: skip
             grid = (Extent(-(-outputs // 32)), active, ONE)
             return Kernel(name, "experts_f32.cu.j2", generic, slices * 32, grid, 0, cost, summary, group="routed experts")
-        step_inputs, step_bytes = expert_step(int4)
-        steps, row_tiles = -(-cols // step_inputs), -(-rows // 16)
-        warps, held, ring = expert_split(steps, step_bytes, 8 if int4 else 2, mode.wgmma)
-        group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + (steps * 2 * 32 if int4 else 0)
+        steps, row_tiles = form.steps(cols), -(-rows // TILE_ROWS)
+        warps, held, ring = expert_split(steps, form.step_bytes, form.step_registers, mode.wgmma)
+        group_bytes = warps * ring.bytes + EXPERT_TOKEN_TILES * warps * 512 + steps * form.bias_bytes
         lists = -(-3 * 4 * (s.n_routed_experts or 0) // 16) * 16
         most = smem_limit("sm_90a" if mode.wgmma else "generic")
         groups = next(n for n in (8, 4, 2, 1) if n * warps <= 16 and n * group_bytes + lists <= most)
@@ -130,8 +129,9 @@ class ExpertsOp(Op):
             name=name, experts=s.n_routed_experts or 0, rows=rows, cols=cols, assignments_per_x_row=per_x_row, warps=warps, groups=groups,
             token_tiles=EXPERT_TOKEN_TILES, row_tiles_at_once=2 if ring.stage_steps % 2 == 0 else 1,
             memory_bound=MEMORY_BOUND_ASSIGNMENTS, cost_per_assignment=COST_PER_ASSIGNMENT, cost_per_pass=COST_PER_PASS,
-            stage_steps=ring.stage_steps, slots=ring.slots, step_bytes=step_bytes, x_in_registers=held, blocks_per_sm=blocks_per_sm,
-            int4=int4, half_step=cols % step_inputs != 0, out=out, gated=gated, reads_before_wait=gated, weight_comment=comment,
+            stage_steps=ring.stage_steps, slots=ring.slots, step_bytes=form.step_bytes, x_in_registers=held, blocks_per_sm=blocks_per_sm,
+            int4=form.name == "int4", half_step=cols % form.step_inputs != 0, out=out, gated=gated, reads_before_wait=gated,
+            weight_comment=form.comment,
         )  # fmt: skip
         units = Extent(-(-row_tiles // groups) * top_k, per_tokens=1, per_processor=blocks_per_sm)
         block = groups * warps * 32
@@ -142,12 +142,11 @@ class ExpertsOp(Op):
 
     def arguments(self) -> tuple[Argument, ...]:
         c, gated = self.c, self.which == "gate_up"
-        packed = c.tensor_cores or c.spec.quantization is not None
         x, y = ("hidden", "expert_mlp") if gated else ("expert_mlp", "expert_output")
         return (
             *reads_ints("num_active active_expert active_begin active_end assignments"),
             reads(c.mode.act, "x", buffer(x)),
-            stored("unsigned char" if packed else c.mode.weight, "weight", layer_weight(f"experts_{self.which}")),
+            stored(self.format.c_type(c.tensor_cores), "weight", layer_weight(f"experts_{self.which}")),
             writes(c.mode.act if gated else "float", "y", buffer(y)),
         )
 

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kdgen.plan.expert_tiling import expert_step
+from kdgen.plan.formats import Format
 from kdgen.plan.ir import ONE, Extent, Kernel, Parameter
 from kdgen.plan.key_splits import Splits
 from kdgen.plan.ops.attention_combine import MlaCombineWgmma
 from kdgen.plan.ops.dense import LinearMma
-from kdgen.plan.ops.experts import ExpertsMma
+from kdgen.plan.ops.experts import ExpertsMma, ExpertsOp
 from kdgen.plan.ops.op import Argument, Op
 from kdgen.plan.ops.router import RouterLogitsMma
 from kdgen.plan.ops.same_bits import Twin
@@ -120,7 +120,7 @@ class ManyRowsOp(Op):
     op: Op
 
     def kernel(self) -> Kernel:
-        twin = _twin(self.op.kernel())
+        twin = _twin(self.op)
         assert twin is not None
         return twin
 
@@ -140,16 +140,17 @@ class ManyRowsOp(Op):
 def for_many_rows(op: Op) -> Op:
     """``op`` for many rows where its kernel has a twin, else ``op`` itself."""
     has_kernel, _ = op.lowered()
-    return op if has_kernel is None or op.rows == "logits" or _twin(op.kernel()) is None else ManyRowsOp(op.c, op)
+    return op if has_kernel is None or op.rows == "logits" or _twin(op) is None else ManyRowsOp(op.c, op)
 
 
-def _twin(kernel: Kernel) -> Kernel | None:
+def _twin(op: Op) -> Kernel | None:
+    kernel = op.kernel()
     if isinstance(kernel.params, LinearMma):
         return _linear(kernel, kernel.params)
     if isinstance(kernel.params, RouterLogitsMma):
         return _router(kernel, kernel.params)
-    if isinstance(kernel.params, ExpertsMma):
-        return _experts(kernel, kernel.params)
+    if isinstance(op, ExpertsOp) and isinstance(kernel.params, ExpertsMma):
+        return _experts(kernel, kernel.params, op.format)
     if isinstance(kernel.params, MlaCombineWgmma):
         return _combine(kernel, kernel.params)
     return None
@@ -214,18 +215,17 @@ def _router(kernel: Kernel, p: RouterLogitsMma) -> Kernel:
     return blocks.kernel(kernel, twin, -(-p.experts // 16))
 
 
-def _experts(kernel: Kernel, p: ExpertsMma) -> Kernel:
+def _experts(kernel: Kernel, p: ExpertsMma, form: Format) -> Kernel:
     """64 of an expert's tokens by 256 weight rows. A thread's registers hold a range's sums and a group's; the ranges' total is in shared
     memory, and so are the weights of a few stages, which have a long way from memory."""
-    step_inputs, step_bytes = expert_step(p.int4)
-    range_steps = -(-p.cols // step_inputs) // p.warps
-    stage_steps = next(n for n in ((2, 1) if p.int4 else (4, 2, 1)) if range_steps % n == 0)
-    inputs = -(-stage_steps * step_inputs // 64) * 64 * EXPERT_TOKENS * 2  # as they come, and as tensor cores read them
-    stages = EXPERT_SLOTS * (2 * inputs + WARPS * stage_steps * step_bytes + BARRIER_BYTES)
+    range_steps = form.steps(p.cols) // p.warps
+    stage_steps = next(n for n in form.stage_steps if range_steps % n == 0)
+    inputs = -(-stage_steps * form.step_inputs // 64) * 64 * EXPERT_TOKENS * 2  # as they come, and as tensor cores read them
+    stages = EXPERT_SLOTS * (2 * inputs + WARPS * stage_steps * form.step_bytes + BARRIER_BYTES)
     smem = -(-(stages + EXPERT_TOKENS // 8 * WARPS * 32 * 16) // 16) * 16
     twin = ExpertsWgmma(
         name=twin_name(p.name), decode=p.name, rows=p.rows, cols=p.cols, assignments_per_x_row=p.assignments_per_x_row, ranges=p.warps,
-        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, step_bytes=step_bytes, int4=p.int4,
+        warps=WARPS, tokens=EXPERT_TOKENS, stage_steps=stage_steps, slots=EXPERT_SLOTS, step_bytes=form.step_bytes, int4=p.int4,
         half_step=p.half_step, out=p.out, gated=p.gated, weight_comment=p.weight_comment,
     )  # fmt: skip
     units = Extent(times=kernel.grid[0].times, per_tokens=1, per_processor=1)
