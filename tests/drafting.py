@@ -22,7 +22,7 @@ from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine
 from kdgen.spec.drafter import DraftSpec
 from kdgen.spec.model import Spec, load_spec
-from kdgen.weights.pack import numpy_dtype
+from kdgen.weights.formats import numpy_dtype
 from kdgen.weights.random import random_weights
 
 Array = NDArray[Any]

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from kdgen.runtime.model import shorten
 from kdgen.spec.model import TensorGroup, load_spec
 from kdgen.spec.publishing import published_config
-from kdgen.weights.random import BF16, INT4_DEVIATION, RandomWeights
+from kdgen.weights.pools import BF16, INT4_DEVIATION
+from kdgen.weights.random import RandomWeights
 from kdgen.weights.stream import Announced, write_stream
 
 POOL = 2**22 - 3  # prime, so that no two rows are alike

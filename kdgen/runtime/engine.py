@@ -27,7 +27,8 @@ from kdgen.spec.drafter import no_drafter
 from kdgen.spec.model import Spec
 from kdgen.spec.rope import rope_tables
 from kdgen.spec.sampling import GREEDY, Sampling
-from kdgen.weights.pack import PackedWeights, numpy_dtype
+from kdgen.weights.formats import numpy_dtype
+from kdgen.weights.pack import PackedWeights
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kdgen.backends.base import AllGather, Argument, Backend, DeviceArray, Launch, Pointer
 from kdgen.plan.ir import ITEM_BYTES, Arg, Extent, Plan, Program, RowKind
-from kdgen.weights.pack import PackedWeights, numpy_dtype
+from kdgen.weights.formats import numpy_dtype
+from kdgen.weights.pack import PackedWeights
 
 
 @dataclass(frozen=True)

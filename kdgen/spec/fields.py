@@ -108,14 +108,18 @@ class RopeScaling(Frozen):
 class TensorGroup:
     """Checkpoint tensors of one shape. ``key`` holds ``{e}`` where there is one for each of ``count`` experts.
 
-    ``kind`` says what may be stored: ``matrix`` (``Spec.dtype``; or bf16 where that is float32, which loses nothing), ``small``
-    (norms, biases and the router: bf16 or float32), and of a quantized expert ``packed`` (int32), ``scale`` (bf16), ``shape`` (int64).
+    ``kind`` is ``matrix`` (stored as ``Spec.dtype``; or as bf16 where that is float32, which loses nothing), ``small`` (norms, biases and
+    the router: bf16 or float32), or which part of a quantized matrix the tensors are. The key of such a part is the matrix's key, an
+    underscore and the kind; ``matrix`` is the matrix's shape, and ``stored`` has the element types that the part may be stored in, as
+    safetensors names them.
     """
 
     key: str
     shape: tuple[int, ...]
-    kind: Literal["matrix", "small", "packed", "scale", "shape"] = "matrix"
+    kind: str = "matrix"
     count: int = 1
+    matrix: tuple[int, int] | None = None
+    stored: tuple[str, ...] = ()
 
     def names(self) -> Iterator[str]:
         """The key of each tensor of the group."""

@@ -52,6 +52,13 @@ class Quantization(Frozen):
     group_size: Literal[32, 64, 128]
     symmetric: Literal[True] = True
 
+    def tensors(self, key: str, rows: int, cols: int, count: int) -> Iterator[TensorGroup]:
+        """The checkpoint tensors of ``count`` [rows, cols] matrices called ``key``."""
+        matrix = rows, cols
+        yield TensorGroup(f"{key}_packed", (rows, cols // 8), "packed", count, matrix, ("I32",))
+        yield TensorGroup(f"{key}_scale", (rows, cols // self.group_size), "scale", count, matrix, ("BF16",))
+        yield TensorGroup(f"{key}_shape", (2,), "shape", count, matrix, ("I64", "I32"))
+
 
 def _none_is_zero(value: object) -> object:
     return 0 if value is None else value
@@ -261,9 +268,7 @@ class Spec(Frozen):
             if quantization is None:
                 yield TensorGroup(key, (rows, cols), count=count)
             else:
-                yield TensorGroup(f"{key}_packed", (rows, cols // 8), "packed", count)
-                yield TensorGroup(f"{key}_scale", (rows, cols // quantization.group_size), "scale", count)
-                yield TensorGroup(f"{key}_shape", (2,), "shape", count)
+                yield from quantization.tensors(key, rows, cols, count)
 
     def tensors(self) -> Iterator[TensorGroup]:
         """Every tensor of a published checkpoint of this model (without the ``language_model.`` prefix)."""

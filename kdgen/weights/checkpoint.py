@@ -269,22 +269,14 @@ class Checkpoint(Mapping[str, Array]):
 
     def _mismatches(self, key: str, group: TensorGroup, spec: Spec | DraftSpec) -> Iterator[str]:
         entry, where = self._entries[key], self._entries[key].file
-        allowed = {
-            "matrix": ("BF16",) if spec.dtype == "bfloat16" else ("F32", "BF16"),
-            "small": ("BF16", "F32"),
-            "packed": ("I32",),
-            "scale": ("BF16",),
-            "shape": ("I64", "I32"),
-        }[group.kind]
+        matrix = ("BF16",) if spec.dtype == "bfloat16" else ("F32", "BF16")
+        allowed = group.stored or (("BF16", "F32") if group.kind == "small" else matrix)
         if entry.shape != group.shape:
             yield f"{where}: {key} has shape {list(entry.shape)}, the config says {list(group.shape)}"
         elif entry.dtype not in allowed:
             yield f"{where}: {key} is stored as {entry.dtype}, expected {' or '.join(allowed)}"
-        elif group.kind == "shape":
-            packed = self._entries.get(key.removesuffix("_shape") + "_packed")
-            stored = [int(n) for n in self[key]]
-            if packed is not None and len(packed.shape) == 2 and stored != [packed.shape[0], packed.shape[1] * 8]:
-                yield f"{where}: {key} says {stored}, the packed weights hold {[packed.shape[0], packed.shape[1] * 8]}"
+        elif group.kind == "shape" and (stored := [int(n) for n in self[key]]) != [*(group.matrix or ())]:
+            yield f"{where}: {key} says {stored}, the config says {[*(group.matrix or ())]}"
 
     def _is_mtp(self, key: str, spec: Spec | DraftSpec) -> bool:
         match = re.match(r"model\.layers\.([0-9]{1,10})\.", key)

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-
-from kdgen.plan.ir import Weight
 
 Array = NDArray[Any]
 
 _CHUNK_VALUES = 2**16  #: what stays in a core's cache between the two looks at it
-_TILE_BYTES, _TILE_SCALES = 576, 512  #: a tile of int4_mma_a, and where its scales begin
 
 
 def first_not_finite(values: Array) -> int | None:
@@ -37,28 +33,6 @@ def first_not_finite(values: Array) -> int | None:
             found = _first(~np.isfinite(part.astype(np.float32) if bits == 2 else part).reshape(-1))
             return None if found is None else at + found
         at += part.size
-    return None
-
-
-def first_bad_value(weight: Weight, start: int, part: Array) -> int | None:
-    """The same of a flat ``part`` of a packed tensor, from its byte ``start`` on, as an index into the part.
-
-    INT4 is bytes there, among which only the scales can be NaN or infinite: the index is then one of a byte. A part begins with a whole
-    tile of int4_mma_a.
-    """
-    if not weight.layout.startswith("int4"):
-        return first_not_finite(part)
-    if weight.layout == "int4_mma_a":
-        tiles = part.reshape(-1, _TILE_BYTES)
-        found = first_not_finite(tiles[:, _TILE_SCALES:].view(ml_dtypes.bfloat16))
-        return None if found is None else found // 32 * _TILE_BYTES + _TILE_SCALES + found % 32 * 2
-    batch, rows, cols = weight.logical
-    expert, words = weight.stored_bytes // batch, rows * cols // 2  # an expert's words, then its scales
-    for at in range(start // expert * expert, start + part.nbytes, expert):
-        begin, end = max(at + words - start, 0), min(at + expert - start, part.nbytes)
-        found = first_not_finite(part[begin:end].view(ml_dtypes.bfloat16)) if begin < end else None
-        if found is not None:
-            return begin + 2 * found
     return None
 
 

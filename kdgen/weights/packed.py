@@ -19,9 +19,10 @@ from kdgen.errors import WeightError
 from kdgen.plan.ir import ITEM_BYTES, Compute, Plan, Weight
 from kdgen.spec.model import Spec
 from kdgen.text.tokenizer import TextFiles
-from kdgen.weights.finite import first_bad_value
+from kdgen.weights.formats import first_bad_value
 from kdgen.weights.kdtr import KdtrMetadata, TensorInfo, open_kdtr, write_kdtr_parts
-from kdgen.weights.pack import LAYOUT_VERSION, Array, PackedWeights
+from kdgen.weights.pack import LAYOUT_VERSION, PackedWeights
+from kdgen.weights.pools import Array
 
 KIND = "packed"
 
@@ -95,7 +96,7 @@ class PackedFile(PackedWeights):
         def need_finite(start: int, part: Array) -> None:
             found = first_bad_value(weight, start, part)
             if found is not None:
-                place = f"byte {start + found}" if weight.layout.startswith("int4") else f"element {start // part.itemsize + found}"
+                place = f"byte {start + found}" if weight.dtype == "u8" else f"element {start // part.itemsize + found}"
                 what = f"{place} of tensor {name} begins a value that is NaN or infinite"
                 raise WeightError(f"{self._file.path}: {what}; `kdgen import` the model again")
 

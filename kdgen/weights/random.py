@@ -12,20 +12,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kdgen.plan.formats import expert_format
+from kdgen.plan.tuning import mode_of
 from kdgen.spec.fields import TensorGroup
 from kdgen.spec.model import Spec
+from kdgen.weights.formats import on_host
+from kdgen.weights.pools import BF16
 
 Array = NDArray[Any]
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 #: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough to stay in float32's comfort.
 _LOGIT_SPREAD = 2.0
-INT4_DEVIATION = math.sqrt(17.5)  #: of even_nibbles; a scale divides by it
-SCALE_SPREAD = (0.75, 1.25)  #: how much scales vary
 
 
 class RandomWeights(Mapping[str, Array]):
@@ -39,6 +39,8 @@ class RandomWeights(Mapping[str, Array]):
         self.spec, self.seed = spec, seed
         drafted = spec.draft.tensors() if spec.draft else ()
         self._groups = {key: group for group in itertools.chain(spec.tensors(), drafted) for key in group.names()}
+        self._inputs = {_matrix_key(key, group): math.prod((group.matrix or group.shape)[1:]) for key, group in self._groups.items()}
+        self._experts = on_host(expert_format(spec, mode_of(spec, "f32")))
 
     def __getitem__(self, key: str) -> Array:
         return self._make(key, self._groups[key])
@@ -55,14 +57,8 @@ class RandomWeights(Mapping[str, Array]):
     def _make(self, key: str, group: TensorGroup) -> Array:
         digest = hashlib.sha256(f"{self.seed}:{key}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-        if group.kind == "shape":
-            rows, words = self._groups[key.removesuffix("_shape") + "_packed"].shape
-            return np.array([rows, words * 8], np.int64)
-        if group.kind == "packed":
-            return even_nibbles(generator.integers(-(2**31), 2**31, group.shape, np.int32))
-        if group.kind == "scale":
-            spread = generator.uniform(*SCALE_SPREAD, group.shape)
-            return np.asarray(spread * (self.deviation(key.removesuffix("_scale")) / INT4_DEVIATION)).astype(BF16)
+        if group.matrix is not None:
+            return self._experts.random_part(group, generator, self.deviation(_matrix_key(key, group)))
         if len(group.shape) < 2:
             return self._vector(key, generator.standard_normal(group.shape, np.float32))
         stored = np.dtype(np.float32) if self.spec.dtype == "float32" and group.kind == "matrix" else BF16
@@ -81,8 +77,7 @@ class RandomWeights(Mapping[str, Array]):
         """Standard deviation of the values of a matrix, quantized or not; its key ends in ``weight``."""
         if key == "model.embed_tokens.weight":
             return self._gain(key)
-        packed = self._groups.get(f"{key}_packed")
-        return self._gain(key) / math.sqrt(packed.shape[1] * 8 if packed else math.prod(self._groups[key].shape[1:]))
+        return self._gain(key) / math.sqrt(self._inputs[key])
 
     def _gain(self, key: str) -> float:
         """Standard deviation of a matrix's outputs for inputs of order one."""
@@ -97,13 +92,9 @@ class RandomWeights(Mapping[str, Array]):
         return 1.0
 
 
-def even_nibbles(words: Array) -> Array:
-    """Packed INT4 weights with 0 for the lowest value, -8: the others then have the mean 0, as rounded weights do. With another mean the
-    activations of all tokens share a direction, and so their experts."""
-    values = np.arange(256)
-    low, high = values & 15, values >> 4
-    table = (np.where(low, low, 8) | np.where(high, high, 8) << 4).astype(np.uint8)
-    return np.asarray(table[words.view(np.uint8)].view(words.dtype))
+def _matrix_key(key: str, group: TensorGroup) -> str:
+    """The key of the matrix that a tensor is, or is a part of."""
+    return key.removesuffix(f"_{group.kind}") if group.matrix else key
 
 
 def _exact(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Array:

@@ -73,9 +73,14 @@ SHARED = [
 FILES = [
     *tested_by(
         "files",
+        "kdgen/spec/model.py",
+        "tests/unit/test_checkpoint.py",
+        ("scales may be float32", '"scale", count, matrix, ("BF16",)', '"scale", count, matrix, ("BF16", "F32")'),
+    ),
+    *tested_by(
+        "files",
         "kdgen/weights/checkpoint.py",
         "tests/unit/test_checkpoint.py",
-        ("scales may be float32", '"scale": ("BF16",),', '"scale": ("BF16", "F32"),'),
         ("a transposed tensor will do", "if entry.shape != group.shape:", "if sorted(entry.shape) != sorted(group.shape):"),
         (
             "a tensor may lie in another file than the index says",
@@ -106,6 +111,11 @@ FILES = [
         "kdgen/weights/finite.py",
         "tests/unit/test_finite.py",
         ("negative infinity is finite", "part.view(unsigned).max() >= negative", "part.view(unsigned).max() > negative"),
+    ),
+    *tested_by(
+        "files",
+        "kdgen/weights/formats.py",
+        "tests/unit/test_finite.py",
         (
             "a part begins with an expert",
             "range(start // expert * expert, start + part.nbytes, expert)",

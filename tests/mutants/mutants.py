@@ -1240,6 +1240,9 @@ HOST = [
     *_in(
         "kdgen/weights/pack.py",
         ("W_UV from the wrong rows", "return per_head[:, per_head.shape[1] - rows :]", "return per_head[:, :rows]", "together"),
+    ),
+    *_in(
+        "kdgen/weights/formats.py",
         (
             "scales of 64 laid out for 32",
             "bits = np.repeat(bits, group_size // 32, axis=1)",

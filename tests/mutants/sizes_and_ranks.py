@@ -86,13 +86,13 @@ SIZES = [
     ),
     *seen_by(
         "sizes",
-        "kdgen/weights/pack.py",
+        "kdgen/weights/formats.py",
         ("tiny-int4 bf16, requests together", "tiny bf16, requests together", "tiny f32, requests together"),
         ("a part behind the first array begins anew", "offset += len(array)", "offset += len(part)"),
     ),
     *tested_by(
         "sizes",
-        "kdgen/weights/pack.py",
+        "kdgen/weights/formats.py",
         "tests/unit/test_pack.py",
         ("high scales of later tiles are the first ones'", "= high_scales[at : at + count]", "= high_scales[:count]"),
     ),

@@ -12,7 +12,8 @@ from numpy.typing import DTypeLike
 from kdgen.plan.ir import Layout, Weight
 from kdgen.plan.weights import sized
 from kdgen.weights import finite
-from kdgen.weights.finite import first_bad_value, first_not_finite
+from kdgen.weights.finite import first_not_finite
+from kdgen.weights.formats import first_bad_value
 
 BAD = (np.nan, -np.nan, np.inf, -np.inf)
 

@@ -23,7 +23,7 @@ from kdgen.runtime.rounds import Rounds
 from kdgen.spec.model import load_spec
 from kdgen.spec.sampling import GREEDY, Sampling
 from kdgen.verify.decoding.recording import differing_bits
-from kdgen.weights.pack import numpy_dtype
+from kdgen.weights.formats import numpy_dtype
 from kdgen.weights.random import random_weights
 
 SPEC = load_spec("tiny-dflash")

@@ -18,8 +18,9 @@ from strategies import TILED, specs
 from kdgen.plan.build import build_plan
 from kdgen.plan.ir import Weight
 from kdgen.spec.model import Quantization, Spec, load_spec
-from kdgen.weights import pack
-from kdgen.weights.pack import LAYOUT_VERSION, pack_int4_k_major, pack_int4_mma_a, pack_k_major, pack_mma_a, packed_parts
+from kdgen.weights import formats, pack
+from kdgen.weights.formats import pack_int4_k_major, pack_int4_mma_a, pack_k_major, pack_mma_a
+from kdgen.weights.pack import LAYOUT_VERSION, packed_parts
 from kdgen.weights.random import random_weights
 
 Array = NDArray[Any]
@@ -128,7 +129,7 @@ def test_several_cache_blocks(cache_bytes: int, monkeypatch: pytest.MonkeyPatch)
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 200, 96)).astype(np.uint16)
     q, scales = draw_int4(0, 200, 96, 32)
     whole = pack_mma_a(bits.view(BF16)), pack_int4_mma_a(published(q), scales.view(BF16), 32)
-    monkeypatch.setattr(pack, "_CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr(formats, "_CACHE_BYTES", cache_bytes)
     assert pack_mma_a(bits.view(BF16)).tobytes() == whole[0].tobytes()
     assert pack_int4_mma_a(published(q), scales.view(BF16), 32).tobytes() == whole[1].tobytes()
 

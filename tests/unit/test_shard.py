@@ -16,7 +16,8 @@ from kdgen.plan.ir import Compute, Plan, Weight
 from kdgen.plan.shard import EXCHANGES, Shard
 from kdgen.spec.model import Spec, load_spec
 from kdgen.verify.variants import variants
-from kdgen.weights.pack import numpy_dtype, packed_parts
+from kdgen.weights.formats import numpy_dtype
+from kdgen.weights.pack import packed_parts
 from kdgen.weights.random import random_weights
 
 BOTH: tuple[Compute, ...] = ("f32", "bf16")

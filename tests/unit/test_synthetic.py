@@ -22,7 +22,8 @@ from kdgen.runtime.request import Request
 from kdgen.spec.fields import TensorGroup
 from kdgen.spec.model import Quantization, Spec, load_spec
 from kdgen.verify.decoding.recording import RecordingEngine, differing_bits
-from kdgen.weights.pack import CheckpointWeights, numpy_dtype
+from kdgen.weights.formats import numpy_dtype
+from kdgen.weights.pack import CheckpointWeights
 from kdgen.weights.random import random_weights
 from kdgen.weights.synthetic import SyntheticWeights, checkpoint_bytes
 

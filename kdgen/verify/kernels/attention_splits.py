@@ -21,7 +21,7 @@ from kdgen.verify.kernels.harness import (
     guard,
     split_guard,
 )
-from kdgen.weights.pack import numpy_dtype, pack_mma_a
+from kdgen.weights.formats import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
 CHECKS: Registry = {}

@@ -26,7 +26,7 @@ from kdgen.verify.kernels.harness import (
     split_guard,
 )
 from kdgen.verify.kernels.inboxes import Inboxes
-from kdgen.weights.pack import numpy_dtype, pack_mma_a
+from kdgen.weights.formats import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
 

@@ -13,7 +13,7 @@ from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.dense import interleaved
 from kdgen.verify.kernels.harness import SLICE_TILES, Grid, Harness, Registry, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.published import router_of
-from kdgen.weights.pack import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
+from kdgen.weights.formats import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
 
 Array = NDArray[Any]
 

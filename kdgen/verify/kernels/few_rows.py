@@ -24,7 +24,7 @@ from kdgen.verify.kernels.harness import (
     split_guard,
 )
 from kdgen.verify.kernels.paged import PagedCache
-from kdgen.weights.pack import numpy_dtype, pack_mma_a
+from kdgen.weights.formats import numpy_dtype, pack_mma_a
 
 Array = NDArray[Any]
 

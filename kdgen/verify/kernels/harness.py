@@ -15,7 +15,7 @@ from kdgen.errors import BackendError
 from kdgen.plan.ir import DType, Kernel, Plan
 from kdgen.plan.ops.same_bits import Twin
 from kdgen.spec.model import Spec
-from kdgen.weights.pack import numpy_dtype
+from kdgen.weights.formats import numpy_dtype
 
 Array = NDArray[Any]
 
