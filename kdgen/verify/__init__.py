@@ -1,6 +1,6 @@
-"""Everything generated, held against something else: kernels against float64 NumPy, decodes against the oracles and each other.
+"""Checks of everything generated: kernels against float64 NumPy, decodes against oracles and each other.
 
-``tasks.py`` lists what is checked, ``running.py`` runs the tasks, and ``run.py`` reports what they found. ``parts/`` makes the checks:
-of kernels alone with ``kernels/``, of whole models with ``decoding/`` and ``rounds/``, of primitives with ``ptx/``. ``plans.py`` chooses
-the plans, and ``shrink.py`` makes a wide spec small enough for a CPU.
+``tasks.py`` lists the checks, ``task_runner.py`` runs them, and ``run.py`` reports the results. ``parts/`` makes the checks: of single
+kernels with ``kernels/``, of whole models with ``decoding/`` and ``rounds/``, of primitives with ``ptx/``. ``plans.py`` chooses the plans,
+and ``shrink.py`` makes a wide spec small enough for a CPU.
 """

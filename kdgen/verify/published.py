@@ -1,5 +1,5 @@
-"""What the engine computes with, held to what the reference's own reader makes of the same keys: a mistake in a property that both sides
-would read is seen here, and so is a changed default of a key that a file leaves out."""
+"""Compares the numbers with which the engine computes with those of the reference's own reader of the same keys. This finds an error in a
+property that both sides would otherwise share, and a changed default of a key that a file leaves out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What decoding with drafts must do step by step, found on the host: from plain decoding's tokens, what is drafted, and the reference's
-trees.
+"""What decoding with drafts must do in each step, computed on the host from plain decoding's tokens, the drafts, and the reference's trees.
 
-A right token says nothing of how many forwards it took. Here a step's accepted nodes are those of the reference's tree that plain
-decoding's own continuation walks through; steps, rounds and recorded units are counted from that.
+Right tokens do not show how many forwards they took. Here a step's accepted nodes are those of the reference's tree through which plain
+decoding's continuation passes. From these follow the numbers of steps and rounds, and the recorded units.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Several ranks of one model in one process, one thread each: engines whose gathers meet on the host, where their sums are seen.
+"""Several ranks of one model in one process, with one thread for each: their gathers go through the host, which checks the sums.
 
-Threads take turns in the emulator, so a forward of N ranks costs N forwards and no process, and what the ranks hold lies side by side.
-Kernels that wait for other ranks' words inside a launch need processes (``kdgen.verify.decoding.rank_matrix`` starts them).
+Threads take turns in the emulator, so a forward of N ranks costs N forwards and no process, and the data of all ranks are accessible.
+Kernels that wait for other ranks' words within a launch need processes (``kdgen.verify.decoding.rank_matrix`` starts them).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whole programs, launched as the engine launches them, under the checker.
+"""Whole programs, launched by the engine, under the checker.
 
-There a launch overlaps those before it as far as a GPU may let it, so what an unfinished one reads or writes is no thread's to use that
-has not waited; workspaces hold nothing when a program begins. Logits, tokens and cache rows are held by bits to those of plain mode,
-one token at a time, whose program is another: a wrong buffer, row or grid of one of them shows.
+Under the checker, a launch overlaps earlier ones as far as a GPU permits. A thread that has not waited may not use what an unfinished
+launch reads or writes, and workspaces are uninitialised when a program starts. Logits, tokens and cache rows must have the bits of plain
+mode with one token at a time. That uses other programs, so a wrong buffer, row or grid in one of them shows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ranks in every combination that changes what they compute: 1 to 4 of them, both compute types, biases, INT4 experts, drafters that they
+"""Ranks in every combination that changes what they compute: 1 to 4 of them, both compute types, biases, INT4 experts, drafters that ranks
 share or have whole, ties over the divided vocabulary, and both exchanges.
 
-Ranks that gather run in one process (``kdgen.verify.decoding.lockstep``), where their sums are held by bits to ((r0 + r1) + r2) + … in
-float32 and their logits to the float64 reference. Ranks that read each other's memory are processes; what they give must have the bits of
-the ranks that gather. ``python -m kdgen.verify.decoding.rank_matrix`` is one of them.
+Ranks that gather run in one process (``kdgen.verify.decoding.lockstep``). Their sums must have the bits of ((r0 + r1) + r2) + … in float32,
+and their logits are compared with the float64 reference. Ranks that read each other's memory are processes, whose results must have the
+bits of the ranks that gather. ``python -m kdgen.verify.decoding.rank_matrix`` is one such process.
 """
 
 from __future__ import annotations

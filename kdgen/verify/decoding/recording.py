@@ -1,4 +1,4 @@
-"""Engines that keep, for every committed token, the bits that the exactness contract speaks of."""
+"""Engines that record, for every committed token, the bits of its logits and cache row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A backend that counts what is recorded and started, and whose clock is made up, so that what is chosen by measured times can be foretold.
+"""A backend that counts what is recorded and started, and has a simulated clock, so that choices by measured times can be predicted.
 
-A launch takes as many seconds as it has blocks. A recorded unit takes a thousand times as long when it is first started, as a device does
-that has to warm up, and then three times, once and twice as long, in turn.
+A launch takes as many seconds as it has blocks. A recorded unit takes a thousand times as long at its first start, like a device that has
+to warm up, and then three times, once and twice as long, in turn.
 """
 
 from __future__ import annotations

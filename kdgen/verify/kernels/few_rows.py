@@ -1,5 +1,5 @@
-"""Checks of what forwards of few rows do in one launch: layers of each head and rotated queries, a norm and cache rows, a gated layer
-and router logits."""
+"""Checks of kernels that fuse several operations for few rows: layers of each head with rotated queries, a norm with cache rows, a gated
+layer with router logits."""
 
 from __future__ import annotations
 

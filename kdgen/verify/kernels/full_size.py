@@ -1,9 +1,9 @@
-"""Kernels whose loops and indices small models run once or never: K2.6's small ones in full size, and shapes that no model here has.
+"""Kernels whose loops and indices small models do not exercise: K2.6's small kernels at full size, and shapes that no shipped model has.
 
-A small model fits a block: one pass of its loops, one round of its threads, one part of its lists. What lies beyond is K2.6's: a
-vocabulary that a block passes over four times, norms of two vectors a thread, 384 experts, candidates of 64 parts. Where K2.6 has no
-second pass either, a made-up shape does. The checks are those of ``kdgen.verify.kernels.check``, over full shapes; a kernel whose check
-takes memory for a whole table or cache, or multiplies whole matrices, runs on a slice. A test counts loops' passes (tests/loops.py).
+In a small model one block holds everything: its loops have one pass, its threads one round, its lists one part. K2.6 has more: a vocabulary
+that a block reads in four passes, norms with two vectors for each thread, 384 experts, candidates of 64 parts. Where K2.6 also has only one
+pass, an artificial shape has several. The checks are those of ``kdgen.verify.kernels.check``, over full shapes. A kernel whose check would
+need memory for a whole table or cache, or multiply whole matrices, runs on a slice. A test counts the passes of loops (tests/loops.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The ranks' inboxes: as one process sees them that runs a kernel as rank 1, all in its own memory, the others' words there before; and as
-a rank finds its own behind many steps."""
+"""The inboxes of ranks: simulated ones, in which a single process that runs a kernel as rank 1 has the other ranks' words, and a check of a
+rank's own after many steps."""
 
 from __future__ import annotations
 
