@@ -104,8 +104,7 @@ def parts_of(template: str) -> tuple[str, ...]:
     found: set[str] = set()
     left = [templates_dir() / "kernels" / template]
     while left:
-        tree = environment().parse(left.pop().read_text(encoding="utf-8"))
-        new = {name for name in meta.find_referenced_templates(tree) if name is not None} - found
+        new = _referenced(left.pop().read_text(encoding="utf-8")) - found
         found |= new
         left += [templates_dir() / "lib" / name for name in new]
     return tuple(sorted(found))
@@ -115,6 +114,12 @@ def _context(kernel: Kernel) -> dict[str, object]:
     """What a template may print: the kernel's parameters ``p``, its C++ ``signature``, the ``block`` (threads) and ``smem`` (bytes of
     dynamic shared memory) that it is launched with, and ``page_slots``, the slots of a page of the cache."""
     return {"p": kernel.params, "signature": kernel.signature, "block": kernel.block, "smem": kernel.smem, "page_slots": PAGE_SLOTS}
+
+
+@functools.cache
+def _referenced(text: str) -> frozenset[str]:
+    """The files that a template with this text takes text from."""
+    return frozenset(name for name in meta.find_referenced_templates(environment().parse(text)) if name is not None)
 
 
 def render(plan: Plan) -> list[Rendered]:
