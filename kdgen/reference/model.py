@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.reference import int4, ops
+from kdgen.reference import ops
 from kdgen.reference.published import read
+from kdgen.reference.stored import stored_tensor
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
@@ -36,7 +37,7 @@ class ReferenceModel:
     """The model of a ``config.json``'s mapping, or of a spec's, whose keys are the same, which the reference's own code reads
     (``kdgen.reference.published``), over checkpoint tensors by published key (without a ``language_model.`` prefix).
 
-    Tensors are converted to float64 when first used, and kept. Routed experts may be INT4 (``weight_packed``, ``weight_scale``).
+    Tensors are converted to float64 when first used, and kept. Routed experts may be quantized (``kdgen.reference.stored``).
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
@@ -47,11 +48,7 @@ class ReferenceModel:
     def weight(self, key: str) -> F64:
         """The tensor ``key`` as float64, dequantized if need be. Raises KeyError when the checkpoint has no such tensor."""
         if key not in self._converted:
-            if f"{key}_packed" in self._stored:
-                shape = self._stored[f"{key}_shape"]
-                self._converted[key] = int4.decode(self._stored[f"{key}_packed"], self._stored[f"{key}_scale"], int(shape[1]))
-            else:
-                self._converted[key] = self._stored[key].astype(np.float64)
+            self._converted[key] = stored_tensor(self._stored, key)
         return self._converted[key]
 
     def empty_cache(self) -> F64:

@@ -212,10 +212,10 @@ class Checkpoint(Mapping[str, Array]):
         return len(self._entries)
 
     def validate(self, spec: Spec | DraftSpec) -> None:
-        """Check every tensor against the spec: there, nothing beside, right shape and type, INT4 shapes as stored.
+        """Check every tensor against the spec: there, nothing beside, right shape and type, shapes of quantized matrices as stored.
 
         Raises one WeightError listing everything wrong. Multi-token-prediction layers behind the last decoder layer are allowed,
-        and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for INT4's shapes.
+        and so is an ``lm_head.weight`` beside tied embeddings; neither is used. Values are not read, but for those shapes.
         """
         problems: list[str] = []
         expected: set[str] = set()

@@ -120,7 +120,7 @@ class PlainOnHost(HostFormat):
         yield from tiled(values, start, weight.stored_bytes // ITEM_BYTES[weight.dtype] // weight.logical[0])
 
     def example(self, rng: np.random.Generator, rows: int, cols: int) -> list[Array]:
-        return [(rng.standard_normal((rows, cols)) * cols**-0.5).astype(BF16).astype(numpy_dtype(self.form.dtype))]
+        return [(rng.standard_normal((rows, cols)) * cols**-0.5).astype(numpy_dtype(self.form.dtype))]
 
 
 class Int4OnHost(HostFormat):

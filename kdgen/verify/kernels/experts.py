@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdgen.plan.ir import Kernel
-from kdgen.reference import int4, ops
+from kdgen.plan.formats import format_of
+from kdgen.plan.ir import ITEM_BYTES, Kernel
+from kdgen.reference import ops
+from kdgen.reference.stored import stored_tensor
 from kdgen.verify.kernels import tolerances
 from kdgen.verify.kernels.dense import interleaved
 from kdgen.verify.kernels.harness import SLICE_TILES, Grid, Harness, Registry, check_rows, for_template, guard, poison, spaced, split_guard
 from kdgen.verify.published import router_of
-from kdgen.weights.formats import numpy_dtype, pack_int4_k_major, pack_int4_mma_a, pack_mma_a
+from kdgen.weights.formats import numpy_dtype, on_host, pack_mma_a
 
 Array = NDArray[Any]
 
@@ -21,7 +23,7 @@ CHECKS: Registry = {}
 #: Choice scores that float64 separates by less than this, relatively, are drawn again: float32 may order them either way. Equal
 #: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
-INT4_GROUP = 32  #: inputs whose products tensor cores add up before a scale
+GROUP = 32  #: inputs whose products tensor cores add up before a scale
 CROWD = 20  #: tokens of one expert: more than the 16 of two tiles
 #: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
 #: near ones.
@@ -274,7 +276,7 @@ def _expected(p: Any, topk: Array, x: Array, w: Array, group_terms: Array | None
         inputs = x[rows, np.minimum(places, x.shape[1] - 1)]
         y, off = ops.linear(inputs, w[expert]), tolerances.dot(tolerances.terms_norm(inputs, w[expert]), p.cols)
         if group_terms is not None:
-            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * INT4_GROUP)
+            off = off + tolerances.dot(tolerances.terms_norm(inputs, group_terms[expert]), 2 * GROUP)
         if p.gated:
             gate, up = y[:, :wanted], y[:, wanted:]
             y, off = ops.silu(gate) * up, tolerances.swiglu(gate, up, off[:, :wanted], off[:, wanted:])
@@ -285,47 +287,33 @@ def _expected(p: Any, topk: Array, x: Array, w: Array, group_terms: Array | None
 def _expert_weights(harness: Harness, experts: int, wanted: int) -> tuple[Array, Array, Array | None]:
     """(the kernel's memory, logical weights [experts, wanted or 2·wanted (gate, then up), K] in float64, sizes of the terms in a group).
 
-    Experts lie whole strides apart even where only their first rows are filled. On tensor cores the INT4 kernel adds up (128 + u) x and
-    −136 x over a group for (u − 8) x, and what rounding does to those larger terms remains: the last result is the root of the sum of
-    their squares, times the scale, for each weight.
+    Experts lie whole strides apart even where only their first rows are filled. Where tensor cores add up terms that are larger than the
+    weights, what rounding does to those terms remains: the last result is their size for each weight (``HostFormat.term_sizes``).
     """
     p = harness.p
-    rows = (2 if p.gated else 1) * wanted
+    weight = next(each for each in harness.plan.weights if each.of_experts)
+    form, rows = on_host(format_of(weight)), (2 if p.gated else 1) * wanted
     mma = harness.kernel.template in MMA_EXPERTS
-    if not p.int4:
-        w = harness.random("f32", experts, rows, p.cols, scale=p.cols**-0.5)
-        w = w.astype(numpy_dtype("bf16" if mma or p.weight == "bf16" else "f32"))
-        if mma:
-            memory = poison("bf16", experts, -(-p.rows // 16) * 16 * p.cols)
-            part = pack_mma_a(interleaved(w, 8) if p.gated else w).reshape(experts, -1)
-            memory[:, : part.shape[1]] = part
-            return memory, w.astype(np.float64), None
-        whole = np.full((experts, p.cols, p.rows), np.nan, w.dtype)
-        _place(whole, w.swapaxes(1, 2), wanted, p)
-        return whole, w.astype(np.float64), None
-    assert harness.spec.quantization is not None
-    group = harness.spec.quantization.group_size
-    q = harness.rng.integers(0, 16, (experts, rows, p.cols)).astype(np.uint8)
-    scale = (harness.rng.uniform(0.5, 2, (experts, rows, p.cols // group)) * (21.5 * p.cols) ** -0.5).astype(numpy_dtype("bf16"))
-    w64 = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), group, axis=2)
+    memory = poison(weight.dtype, experts, form.form.matrix_bytes(weight.layout, p.rows, p.cols) // ITEM_BYTES[weight.dtype])
+    logical, terms = np.empty((experts, rows, p.cols)), []
+    for expert in range(experts):
+        parts = form.example(harness.rng, rows, p.cols)
+        named = {f"w{suffix}": part for suffix, part in zip(form.suffixes, parts, strict=True)}
+        logical[expert] = stored_tensor(named | {"w_shape": np.array([rows, p.cols])}, "w")
+        sizes = form.term_sizes(parts) if mma else None
+        terms += [] if sizes is None else [sizes]
+        packed = form.pack(weight.layout, [_laid_out(part, mma, wanted, p) for part in parts])
+        memory[expert, : len(packed)] = packed
+    return memory, logical, np.stack(terms) if terms else None
+
+
+def _laid_out(part: Array, mma: bool, wanted: int, p: Any) -> Array:
+    """The first ``wanted`` outputs (and their up halves) of a checkpoint tensor, in the kernel's order of rows. Generic kernels read them
+    among all rows; the others are NaN, or have every bit set."""
     if mma:
-        memory = poison("u8", experts, -(-p.rows // 16) * -(-p.cols // 64) * 576)
-        for e in range(experts):
-            nibbles, scales = (interleaved(q[e], 8), interleaved(scale[e], 8)) if p.gated else (q[e], scale[e])
-            part = pack_int4_mma_a(int4.pack(nibbles.astype(np.int8) - 8), scales, group)
-            memory[e, : len(part)] = part
-        return memory, w64, np.hypot(q.astype(np.float64) + 128, 136.0) * np.repeat(scale.astype(np.float64), group, axis=2)
-    parts = []
-    for e in range(experts):
-        nibbles, scales = np.full((p.cols, p.rows), 15, np.uint8), np.full((p.cols // group, p.rows), np.nan, scale.dtype)
-        _place(nibbles[None], q[e].T[None], wanted, p)
-        _place(scales[None], scale[e].T[None], wanted, p)
-        parts.append(pack_int4_k_major(int4.pack(nibbles.T.astype(np.int8) - 8), np.ascontiguousarray(scales.T), group))
-    return np.stack(parts), w64, None
-
-
-def _place(whole: Array, by_input: Array, wanted: int, p: Any) -> None:
-    """The first ``wanted`` outputs (and their up halves) of by_input [batch, K, rows] into whole [batch, K, all rows]."""
-    whole[:, :, :wanted] = by_input[:, :, :wanted]
+        return interleaved(part, 8) if p.gated else part
+    whole = np.full((p.rows, part.shape[1]), -1 if part.dtype.kind == "i" else np.nan, part.dtype)
+    whole[:wanted] = part[:wanted]
     if p.gated:
-        whole[:, :, p.rows // 2 : p.rows // 2 + wanted] = by_input[:, :, wanted:]
+        whole[p.rows // 2 : p.rows // 2 + wanted] = part[wanted:]
+    return whole
