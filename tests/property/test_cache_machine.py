@@ -1,4 +1,5 @@
-"""The engine against a NumPy model of its cache, through any series of prefills, decodes, verified trees, resets and reused prefixes."""
+"""The engine against a NumPy model of its cache, through any series of prefills, decodes, verified trees, resets, forks and reused
+prefixes, over a pool with too few pages for all sequences at once."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from kdgen.backends import open_backend
 from kdgen.drafters.base import Candidates
+from kdgen.errors import PagesError
 from kdgen.plan.build import build_plan
-from kdgen.plan.ir import Limits
+from kdgen.plan.ir import PAGE_SLOTS, Limits
 from kdgen.reference.tree import build_tree, walk
 from kdgen.runtime.engine import Draft, Engine
 from kdgen.runtime.pipeline import start_engine
@@ -24,12 +26,13 @@ from kdgen.verify.variants import variants
 from kdgen.weights.random import random_weights
 
 SPEC = next(spec for spec in variants() if spec.name == "tiny-odd")
-SEQUENCES, CONTEXT, CHUNK = 3, 90, 16
+SEQUENCES, CONTEXT, CHUNK = 3, 140, 48
+PAGES = 7  #: a sequence has four at most
 SAMPLINGS = (GREEDY, Sampling(1.0, seed=7), Sampling(1.5, top_k=9, top_p=0.9, min_p=0.01, seed=2**50))
 
 
 def new_engine(sequences: int) -> Engine:
-    plan = build_plan(SPEC, "f32", Limits(CHUNK, CONTEXT, sequences))
+    plan = build_plan(SPEC, "f32", Limits(CHUNK, CONTEXT, sequences, PAGES))
     return start_engine(SPEC, plan, open_backend("cpu"), random_weights(SPEC, 3).__getitem__)
 
 
@@ -82,6 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.sampling = [GREEDY] * SEQUENCES
         for sequence in range(SEQUENCES):
             self.engine.reset(sequence)
+        self.engine.pages.forget()
 
     # ---- the model of the cache -------------------------------------------------------------------------------------
 
@@ -115,7 +119,10 @@ class CacheMachine(RuleBasedStateMachine):
                 left -= count
         if not chunks:
             return
-        roots = self.engine.prefill_many(chunks)
+        try:
+            roots = self.engine.prefill_many(chunks)
+        except PagesError:
+            return
         for (sequence, tokens), root in zip(chunks, roots, strict=True):
             self.commit(sequence, tokens)
             assert root == self.roots[sequence]
@@ -123,22 +130,48 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.tokens))
     @rule(sequence=st.integers(0, SEQUENCES - 1), to=st.integers(0, SEQUENCES - 1), part=st.floats(0, 1), chunk=st.integers(1, CHUNK))
     def reuse_a_prefix(self, sequence: int, to: int, part: float, chunk: int) -> None:
-        """Go back to a prefix of what ``sequence`` holds, there or in another slab."""
+        """Go back to a prefix of what ``sequence`` holds, there or in another sequence."""
         prefix = self.tokens[sequence][: round(part * len(self.tokens[sequence]))]
         self.engine.reset(to, self.sampling[to])
         self.tokens[to], self.roots[to] = [], None
-        for start in range(0, len(prefix), chunk):
+        found = self.engine.reuse(to, prefix)
+        assert found % PAGE_SLOTS == 0 and found < max(1, len(prefix))
+        self.commit(to, prefix[:found])
+        self.roots[to] = None  # a prefill of the rest says what follows
+        for start in range(found, len(prefix), chunk):
             part_of_it = prefix[start : start + chunk]
-            root = self.engine.prefill(part_of_it, to)
+            try:
+                root = self.engine.prefill(part_of_it, to)
+            except PagesError:
+                return
             self.commit(to, part_of_it)
             assert root == self.roots[to]
+
+    @rule(sequence=st.integers(0, SEQUENCES - 1))
+    def share(self, sequence: int) -> None:
+        """What the sequence holds may be found from now on; what it writes later must not change that."""
+        self.engine.share(sequence, self.tokens[sequence])
+
+    @precondition(lambda self: any(self.tokens))
+    @rule(source=st.integers(0, SEQUENCES - 1), to=st.integers(0, SEQUENCES - 1))
+    def fork(self, source: int, to: int) -> None:
+        """Two sequences go on from the same tokens, in the same pages until one of them writes."""
+        if source == to or self.sampling[source] != self.sampling[to]:
+            return
+        self.engine.reset(to, self.sampling[to])
+        self.engine.fork(source, to)
+        self.tokens[to], self.roots[to] = [*self.tokens[source]], self.roots[source]
+        self.cache[:, to] = self.cache[:, source]
 
     @rule(chosen=sequences)
     def decode(self, chosen: list[int]) -> None:
         chosen = self.rooted(chosen, 1)
         if not chosen:
             return
-        roots = self.engine.decode_many(chosen)
+        try:
+            roots = self.engine.decode_many(chosen)
+        except PagesError:
+            return
         for sequence, root in zip(chosen, roots, strict=True):
             old = self.roots[sequence]
             assert old is not None
@@ -152,7 +185,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         rng = np.random.default_rng(seed)
         proposals = [self.propose(rng, sequence, depths, width) for sequence in chosen]
-        steps = self.engine.verify_many([Draft(s, proposal, budget) for s, proposal in zip(chosen, proposals, strict=True)])
+        try:
+            steps = self.engine.verify_many([Draft(s, proposal, budget) for s, proposal in zip(chosen, proposals, strict=True)])
+        except PagesError:
+            return
         first_row = 0
         for sequence, proposal, step in zip(chosen, proposals, steps, strict=True):
             tree = build_tree(proposal.tokens.astype(np.int64), proposal.log_probs, budget)
@@ -190,6 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def cache_is_as_modelled(self) -> None:
+        self.engine.pages.check()
         lengths, roots = self.engine.read("sequence_length"), self.engine.read("root_token")
         for sequence, tokens in enumerate(self.tokens):
             assert self.engine.length(sequence) == lengths[sequence] == len(tokens)
@@ -200,4 +237,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(stateful_step_count=30)
+TestCacheMachine.settings = settings(max_examples=12, stateful_step_count=30)
