@@ -1,6 +1,6 @@
 """The whole model in float64 NumPy: what every kernel, backend and decode is held against.
 
-It is made to be read, and to be right; a few million parameters are its size.
+It is made to be read, and to be right. It serves models of a few million parameters.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Forward:
 
 
 class ReferenceModel:
-    """The model of a ``config.json``'s mapping, or of a spec's, whose keys are the same, which the reference's own code reads
-    (``kdgen.reference.published``), over checkpoint tensors by published key (without a ``language_model.`` prefix).
+    """The model of a ``config.json``'s mapping, or of a spec's, whose keys are the same, over checkpoint tensors by published key (without
+    a ``language_model.`` prefix). The reference's own code reads the mapping (``kdgen.reference.published``).
 
     Tensors are converted to float64 when first used, and kept. Routed experts may be quantized (``kdgen.reference.stored``).
     """

@@ -89,7 +89,7 @@ def mla_attention(q_nope: Array, q_rope: Array, keys: Array, w_uk: Array, w_uv: 
 
 
 def top_k(scores: Array, k: int) -> I64:
-    """Indices [..., k] of the largest entries of the last axis, largest first; of equals, the lowest index first."""
+    """Indices [..., k] of the largest entries of the last axis, largest first; equal ones by index, lowest first."""
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k].astype(np.int64)
 
 
@@ -120,7 +120,7 @@ def swiglu(x: Array, gate: Array, up: Array, down: Array) -> F64:
 
 
 def argmax(logits: Array) -> I64:
-    """Index of the largest logit of each row; of equals, the lowest."""
+    """Index of the largest logit of each row; the lowest of equal ones."""
     best: I64 = np.argmax(logits, axis=-1).astype(np.int64)
     return best
 

@@ -1,8 +1,8 @@
 """The numbers that a published ``config.json`` stands for, by code of the reference's own.
 
 Engine and reference would share a mistake in a property that both read, so this reads the file's keys by itself: it knows nothing of
-``kdgen.spec.model``, ``kdgen.spec.published`` or ``kdgen.spec.rope``. A spec's own file has the same keys. What a key means when it is
-absent or null is what the models' published code (transformers' config classes) makes of that.
+``kdgen.spec.model``, ``kdgen.spec.published`` or ``kdgen.spec.rope``. A spec's own file has the same keys. An absent key and a
+null have the meaning that the models' published code (transformers' config classes) gives them.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Tree:
 def ranked_rows(logits: Array, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k best tokens of each row of logits [h, V] and their log-probabilities in float32: ([h, k], [h, k]), best first.
 
-    Of equal logits the lower token id comes first. The log-sum-exp runs over the whole vocabulary, in float32, as the reference's.
+    The lower token id precedes an equal one. The log-sum-exp runs over the whole vocabulary, in float32, as the reference's.
     """
     x = logits.astype(np.float32)
     tokens = top_k(x, min(k, x.shape[1]))

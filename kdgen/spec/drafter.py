@@ -1,6 +1,6 @@
 """A DFlash drafter's description (arXiv 2602.06036): a few Qwen3-style layers that fill in a block of masked tokens at once.
 
-The drafter has no embedding and no head of its own: both are its target's, and so are the vocabulary and the width of its residual.
+The drafter has no embedding and no head of its own. It uses its target's, and it has its target's vocabulary and hidden size.
 It reads the outputs of some of the target's layers. ``load_draft_config`` (``kdgen.spec.published_drafter``) reads published ones.
 """
 
@@ -35,8 +35,8 @@ class DraftSpec(Frozen):
     """One drafter; field names are those of its published config. Raises as ``Spec`` does: ``from_mapping`` with every finding.
 
     ``sliding_mask`` says what a row of the block at position p sees in ``sliding_attention`` layers, W being ``sliding_window``:
-    ``causal`` p − W + 1 … p, which is how serving engines run published drafters; ``symmetric`` everything closer than W;
-    ``none`` everything. Rows of other layers see everything, and nothing is causal inside the block.
+    ``causal``: p − W + 1 … p, as serving engines run published drafters; ``symmetric``: everything closer than W;
+    ``none``: everything. Rows of other layers see everything, and nothing is causal inside the block.
 
     ``rope_scaling.attention_factor`` is the amplitude of cos and sin; without it the amplitude follows from the mscales.
     """
@@ -158,7 +158,7 @@ def draft_contradictions(v: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def target_contradictions(draft: DraftSpec, v: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, reason) for every field of ``draft`` that does not fit the target's fields, of which ``v`` holds some."""
+    """(key, reason) for every field of ``draft`` that does not fit its target. ``v`` holds some of the target's fields."""
     if "hidden_size" in v and draft.hidden_size != v["hidden_size"]:
         yield "draft.hidden_size", f"must be the target's hidden_size {v['hidden_size']}: embedding and head are the target's"
     if "vocab_size" in v and draft.mask_token_id >= v["vocab_size"]:

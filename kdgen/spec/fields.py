@@ -80,7 +80,7 @@ class RopeScaling(Frozen):
     original_max_position_embeddings: Size
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
-    mscale: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # attention's scale has its square, in float32
+    mscale: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # its square scales attention, in float32
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     attention_factor: Positive | None = None
 
@@ -138,7 +138,7 @@ def show(value: object) -> str:
 
 
 def show_at(values: Mapping[str, object], key: str) -> str:
-    """The value under ``key``, whose dots lead into mappings, for a message; empty where there is none."""
+    """The value under ``key`` for a message. Dots in ``key`` lead into nested mappings. Without a value: an empty text."""
     found: object = values
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -153,7 +153,7 @@ def show_key(key: object) -> str:
 
 
 def findings(details: Sequence[ErrorDetails], file: str, top: type[Frozen], nested: Mapping[str, type[Frozen]]) -> list[Finding]:
-    """What pydantic found wrong with single fields of ``top``, one of whose fields may be a mapping of its own (``nested``, by name)."""
+    """What pydantic found wrong with single fields of ``top``. ``nested`` has, by name, the fields that are mappings themselves."""
     found: list[Finding] = []
     for detail in details:
         key = ".".join(show_key(part) for part in detail["loc"])

@@ -78,7 +78,7 @@ _RESERVED = frozenset({"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("
 
 
 def is_reserved(name: str) -> bool:
-    """Whether Windows has no file or folder called ``name``, which is in lower case."""
+    """Whether Windows allows no file or folder called ``name`` (lower case)."""
     return name.split(".")[0] in _RESERVED
 
 
@@ -136,7 +136,7 @@ class Spec(Frozen):
     bos_token_id: Annotated[int, Field(ge=0, le=MAX_DIM)] | None = None
     eos_token_id: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_DIM)], ...], BeforeValidator(_ids)] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    #: of mlp.gate.weight, where it is not ``dtype``: some checkpoints keep it in float32
+    #: the type of mlp.gate.weight where it differs from ``dtype``: some checkpoints keep it in float32
     router_dtype: Literal["bfloat16", "float32"] | None = None
     quantization: Quantization | None = None
     draft: DraftSpec | None = None
@@ -157,7 +157,7 @@ class Spec(Frozen):
         except ValidationError as error:
             details = error.errors(include_url=False)
         found = findings(details, file, cls, _NESTED)
-        if found:  # pydantic checks fields together only when each is fine by itself; do it here for those that are
+        if found:  # pydantic checks fields together only when each is valid by itself; this checks the valid ones together
             bad = {str(detail["loc"][0]) for detail in details}
             pairs = [*contradictions(_fine(cls, values, bad), set(values))]
         else:
@@ -277,7 +277,7 @@ class Spec(Frozen):
             yield from self.layer_tensors(layer)
 
     def tensor_kinds(self) -> Iterator[tuple[TensorGroup, int]]:
-        """The same, with all layers that are alike as one of them and their number: quick for any number of layers."""
+        """The tensors of ``tensors``, with one layer for all layers that are alike, and their number: quick for any model."""
         yield from ((group, 1) for group in self.top_tensors())
         first, stop = self.moe_layers
         for layer, times in ((0, first), (first, stop - first)):
@@ -350,7 +350,7 @@ def load_spec(source: str | Path) -> Spec:
             close = difflib.get_close_matches(name[:MAX_NAME].lower(), names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise refuse(source, f"neither a file nor a shipped spec{hint}; shipped are {', '.join(names)}")
-        path = shipped if shipped.is_file() else path  # a folder of that name may be what was generated from it
+        path = shipped if shipped.is_file() else path  # a folder of that name may hold the text generated from it
     return parse_spec(read_text(path, MAX_YAML_BYTES), path.name)
 
 

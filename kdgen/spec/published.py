@@ -55,7 +55,7 @@ HARMLESS = (
         "initializer_range num_mtp_layers num_nextn_predict_layers pretraining_tp resid_pdrop router_aux_loss_coef router_jitter_noise",
         "router_z_loss_coef seq_aux unsloth_fixed unsloth_version",
     )
-    # how tokens are chosen, which the command line says: what a generation_config.json holds, written here by older versions
+    # how tokens are chosen: older versions wrote here what a generation_config.json holds; the command line decides it
     | keys(
         "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids",
         "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config disable_compile",
@@ -69,7 +69,7 @@ HARMLESS = (
         "token_healing top_h top_k top_p typical_p use_mtp watermarking_config",
     )
 )
-#: The same of a wrapper, beside its vision tower, which is skipped.
+#: Harmless keys of a multimodal wrapper. Its vision tower is skipped.
 WRAPPER_HARMLESS = HARMLESS | keys(
     "image_token_id media_placeholder_token_id projection_hidden_size projection_layer_norm_eps use_unified_vision_chunk",
     "video_placeholder video_token_id vision_config vision_end_token_id vision_start_token_id",
@@ -154,7 +154,7 @@ def _quantization(config: Reader, origins: Origins) -> dict[str, Any] | None:
     weights.must("symmetric", True, reason=f"asymmetric is not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("strategy", None, "group", reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("dynamic", None, False, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
-    # ``static`` and ``weight``, its other name, say in which order columns were rounded; they lie as they always do
+    # ``static`` (also called ``weight``) says in which order columns were rounded; it does not change where they lie
     weights.must("actorder", None, False, "static", "weight", reason=f"act-order is not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("block_structure", None, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
     weights.must("group_size", 32, 64, 128, reason=f"not supported; {SUPPORTED_QUANTIZATION}")
@@ -287,7 +287,7 @@ def _text(config: Reader, outer: Reader | None, name: str) -> Spec:
     out: dict[str, Any] = {"name": name, "model_type": family}
     out |= {key: config.get(key) for key in _COPIED if key in config.values}
     out = {"hidden_act": "silu", "attention_bias": False, "rope_interleave": True} | out
-    if outer is not None:  # the class of the wrapper owns the head, and ties it unless it is told otherwise
+    if outer is not None:  # the wrapper's class owns the head, and ties it unless the config says otherwise
         out["tie_word_embeddings"] = outer.values.get("tie_word_embeddings", True)
         origins.note("tie_word_embeddings", outer.full("tie_word_embeddings"))
     if family != "deepseek_v2" and config.get("head_dim") not in (None, config.get("qk_rope_head_dim")):
@@ -347,14 +347,14 @@ def parse_config(text: str, name: str = "model", file: str = "config.json") -> S
     if config.get("model_type") in WRAPPERS:
         config.only(WRAPPER_HARMLESS | _WRAPPER_READ, "wrapper")
         inner = config.inside("text_config")
-        if not isinstance(config.get("text_config"), dict):  # nothing is to be said of what should be in it
+        if not isinstance(config.get("text_config"), dict):  # nothing is said about keys that should be in it
             raise SpecError(config.findings)
         return _text(inner, config, name)
     return _text(config, None, name)
 
 
 def spec_name(folder: str) -> str:
-    """A spec name for a model folder: lower case, anything that names may not hold turned into dashes."""
+    """A spec name for a model folder: lower case, with a dash for each character that names may not hold."""
     name = re.sub(r"[^a-z0-9_.-]+", "-", folder.lower()).strip("-._")[:64].rstrip("-._")
     if is_reserved(name):
         name = f"model-{name}"
@@ -363,7 +363,7 @@ def spec_name(folder: str) -> str:
 
 def _model_name(folder: Path) -> str:
     """What a model in ``folder`` is called: as the folder is, or as the model is that a hub's cache keeps in
-    ``models--organisation--name/snapshots/revision``. The files there are links, and lead to a folder of blobs."""
+    ``models--organisation--name/snapshots/revision``. The files there are links into a folder of blobs."""
     place = folder.resolve()
     kept = place.parent.parent.name
     return kept.split("--")[-1] if place.parent.name == "snapshots" and kept.startswith("models--") else place.name

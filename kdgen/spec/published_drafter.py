@@ -1,4 +1,4 @@
-"""Published DFlash drafters (z-lab's layout) to DraftSpecs: ``config.json`` of a ``DFlashDraftModel``, which is a Qwen3 config with
+"""Published DFlash drafters (z-lab's layout) to DraftSpecs: ``config.json`` of a ``DFlashDraftModel``, a Qwen3 config with
 ``block_size`` and ``dflash_config``.
 
 As with a target's config, every key is read, known to mean nothing for drafting, or refused.
@@ -22,7 +22,7 @@ _COPIED = keys(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps attention_bias",
     "block_size",
 )
-#: The target's business, or derived from other keys.
+#: Keys that the target decides, or that follow from other keys.
 _HARMLESS = HARMLESS | keys(
     "bos_token_id eos_token_id model_type num_target_layers vocab_size tie_word_embeddings max_position_embeddings max_window_layers"
 )

@@ -1,4 +1,4 @@
-"""Reading a published JSON config: its keys, what is wrong with them, and which key of the file a field comes from."""
+"""Reading a published JSON config: its keys, what is wrong with them, and from which key of the file a field was read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from kdgen.errors import Finding, SpecError
 from kdgen.spec.fields import show, show_key
 
-#: A key that is longer is no mistyped one of ours.
+#: A longer key is no mistyped key of ours.
 _LONGEST_KEY = 64
 
 
 class Origins:
-    """The key of a file from which each field of a spec was read, so that what is said of a field names the file's own key, in full.
+    """The key of a file from which each field of a spec was read, so that a message about a field names the file's own key, in full.
 
-    A field that nothing is noted of has its own name in the mapping at ``path``; one inside a noted field is inside that one's key.
+    A field without a note has its own name in the mapping at ``path``. A field inside a noted field lies inside the noted key.
     """
 
     def __init__(self, path: str = "") -> None:
         self._path = path
-        self._keys = {"memory": "memory"}  # what all keys together need is no key
+        self._keys = {"memory": "memory"}  # a finding about all keys together names no key
 
     def note(self, field: str, key: str) -> None:
         self._keys[field] = key
@@ -36,7 +36,7 @@ class Origins:
         return self._path + field
 
     def refusal(self, config: Reader, error: SpecError) -> SpecError:
-        """All that is wrong with ``config``: what was found in reading it, and what ``error`` says of the spec made of it, unless that
+        """All that is wrong with ``config``: what reading found, and what ``error`` says about the spec made from it, unless that
         lies in a key that was refused already."""
         refused = {finding.key for finding in config.findings}
         named = [replace(finding, key=self.key(finding.key)) for finding in error.findings]

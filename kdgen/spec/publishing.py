@@ -1,4 +1,4 @@
-"""The ``config.json`` that hubs publish for a Spec: the way back of ``kdgen.spec.published``."""
+"""The ``config.json`` that hubs publish for a Spec, the inverse of ``kdgen.spec.published``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdgen.spec.published import MOE_KEYS, parse_config
 
 
 def published_quantization(quantization: Quantization, plain_too: Sequence[str] = ()) -> dict[str, Any]:
-    """The ``quantization_config`` that says so, as hubs publish it; ``plain_too`` are modules that stay as they are, beside the usual."""
+    """The ``quantization_config`` of ``quantization``, as hubs publish it. ``plain_too`` are further modules that are not quantized."""
     weights = quantization.model_dump() | {"type": "int", "strategy": "group", "dynamic": False, "actorder": None}
     plain = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}

@@ -1,7 +1,7 @@
 """The engine's RoPE tables. The reference makes its own (``kdgen.reference.published``).
 
-They follow transformers' float32 arithmetic (``modeling_rope_utils``): at large positions the rounding of the angle, not
-of the table, is what two implementations differ by.
+They follow transformers' float32 arithmetic (``modeling_rope_utils``). At large positions two implementations differ by the rounding
+of the angle more than by the rounding of the table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _yarn(scaling: RopeScaling, theta: float, dim: int, frequencies: NDArray[np.
 
 
 def _rotated(spec: Spec | DraftSpec) -> int:
-    """Elements of a head that are rotated: all of a drafter's, a part of its target's."""
+    """Elements of a head that are rotated: all in a drafter, a part in its target."""
     return spec.head_dim if isinstance(spec, DraftSpec) else spec.qk_rope_head_dim
 
 

@@ -64,7 +64,7 @@ def parse_yaml(text: str, file: str) -> object:
         depth = documents = 0
         for event in yaml.parse(text, Loader=Loader):
             where = f"line {event.start_mark.line + 1}" if event.start_mark else "file"
-            if getattr(event, "anchor", None) is not None:  # of a node, or what an alias points to
+            if getattr(event, "anchor", None) is not None:  # the anchor of a node, or the one that an alias points to
                 raise refuse(file, "anchors and aliases are not allowed: write the value out", where)
             if (tag := getattr(event, "tag", None)) is not None:
                 raise refuse(file, "YAML tags are not allowed", where, show(tag))
@@ -81,7 +81,7 @@ def parse_yaml(text: str, file: str) -> object:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise refuse(file, f"is not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:  # a date that is none, an integer of more digits than Python converts
+    except ValueError as error:  # an impossible date, or an integer of more digits than Python converts
         raise refuse(file, f"holds a value that cannot be read: {error}") from None
 
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_MOST_WORKERS = 8  #: each holds a result in memory
+_MOST_WORKERS = 8  #: threads, each of which holds a result in memory
 
 
 def in_order(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Results of ``tasks``, in their order, worked out on as many threads as there are CPUs: NumPy lets go of the interpreter.
+    """Results of ``tasks``, in their order. As many threads as there are CPUs run the tasks, because NumPy releases the interpreter lock.
 
-    At most one result more than threads is kept. What a task raises is raised here, in its turn.
+    At most one result more than threads is kept. An exception of a task is raised here, in its turn.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cpus, _MOST_WORKERS)

@@ -44,14 +44,14 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "U64": np.dtype(np.uint64),
 }
 _MAX_SHOWN = 20
-#: Problems after which the rest is not looked at: a config may claim billions of layers.
+#: After so many problems the check stops: a config may claim billions of layers.
 _MAX_COUNTED = 10_000
-#: Of a tensor that is compared with another one, at a time.
+#: Two tensors are compared in parts of so many bytes.
 _COMPARED_BYTES = 2**26
 PREFIX = "language_model."
 #: Parts of the wrapped multimodal models that decoding text does not touch.
 _SKIPPED = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
-#: What layers beyond the last decoder layer hold in a multi-token-prediction module and in no decoder layer.
+#: A tensor that a multi-token-prediction module has and no decoder layer.
 _MTP_MARK = "eh_proj.weight"
 
 
@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Raises WeightError for an element type that NumPy has none for."""
+        """Raises WeightError for an element type that NumPy lacks."""
         if self.dtype not in DTYPES:
             raise WeightError(f"{self.file}: element type {self.dtype} is not supported")
         return DTYPES[self.dtype]
@@ -242,7 +242,7 @@ class Checkpoint(Mapping[str, Array]):
         _raise(problems)
 
     def _renamed(self, missing: Collection[str]) -> str | None:
-        """What to say where each missing tensor is there, under names that differ from ours by what stands in front of all of them."""
+        """A message where every missing tensor is there under another name, and all names differ from ours by the same prefix."""
         longest = max(missing, key=len, default="")
         for count in range(min(3, longest.count("."))):
             ours = "".join(f"{part}." for part in longest.split(".")[:count])

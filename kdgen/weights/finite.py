@@ -1,7 +1,7 @@
-"""Weights that are NaN or infinite: looked for once, as weights are read, because most of them would change tokens and show nowhere.
+"""The search for weights that are NaN or infinite, once, as weights are read. Most of them would change tokens without any other sign.
 
-The search reads bits: NaN and infinity are the numbers whose exponent is all ones, so the largest integer that the bits make, read as
-signed and as unsigned, says whether there is one, without a temporary. It runs at the speed of memory.
+NaN and infinity are the numbers whose exponent bits are all ones. So the largest of the numbers' bits, read as signed and as unsigned
+integers, shows whether there is one, without a temporary array. The search runs at the speed of memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_CHUNK_VALUES = 2**16  #: what stays in a core's cache between the two looks at it
+_CHUNK_VALUES = 2**16  #: values that stay in a core's cache between the two reads of them
 
 
 def first_not_finite(values: Array) -> int | None:

@@ -1,7 +1,7 @@
 """The header of a safetensors file: which tensors it holds, and where.
 
 safetensors is eight bytes of header length, a JSON header (name, dtype, shape and byte range of every tensor, and string metadata),
-then the tensors one after another without gaps. What breaks a rule of that is refused, as safetensors' own reader refuses it.
+then the tensors one after another without gaps. A file that breaks one of these rules is refused, as safetensors' own reader refuses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kdgen.spec.fields import show, show_key
 
 #: safetensors' own limit
 _MAX_HEADER = 100_000_000
-#: Characters of a tensor's name, dimensions, and each dimension's size: generous ones. A product of such is quickly made.
+#: Generous limits on the characters of a name, the number of dimensions and their sizes, so that products of sizes stay cheap.
 _MAX_NAME, _MAX_DIMENSIONS, _MAX_SIZE = 1000, 32, 2**63 - 1
 _BITS: Mapping[str, int] = {
     name: bits

@@ -59,7 +59,7 @@ class KdtrMetadata:
 
 
 def _nothing(start: int, part: npt.NDArray[np.generic]) -> None:
-    """Looks at nothing."""
+    """Accepts every block."""
 
 
 class Kdtr:
@@ -100,7 +100,7 @@ class Kdtr:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether damage shows. Files of format 1 have none."""
+        """Whether the file has checksums. Files of format 1 have none."""
         return self._checksums is not None
 
     def verify(self) -> None:
@@ -145,7 +145,7 @@ class Kdtr:
 def write_kdtr(
     path: Path, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, npt.NDArray[np.generic]]], metadata: KdtrMetadata
 ) -> None:
-    """Write ``tensors``, which must come as ``infos`` says, one at a time; ``path`` appears whole or not at all.
+    """Write ``tensors`` one at a time, in the order of ``infos``; ``path`` appears whole or not at all.
 
     Raises WeightError when a tensor is missing, superfluous or not of its dtype and shape, or when the file cannot be written.
     """
@@ -155,7 +155,7 @@ def write_kdtr(
 def write_kdtr_parts(
     path: Path, infos: Sequence[TensorInfo], parts: Iterable[tuple[str, npt.NDArray[np.generic]]], metadata: KdtrMetadata
 ) -> None:
-    """``write_kdtr`` for tensors that come in any number of pieces, each after its tensor's name, in order.
+    """``write_kdtr`` for tensors in any number of pieces, each with its tensor's name before it, in order.
 
     Raises WeightError when a tensor's pieces are fewer or more than its bytes, or when the file cannot be written.
     """
@@ -172,7 +172,9 @@ def write_kdtr_parts(
     write_stream(path, announced, sums.watch(parts), described, lambda: {CHECKSUMS: sums.text(described)})
 
 
-CHECKSUMS = "checksums"  #: of the metadata: JSON, {"header": CRC-32, "tensors": {name: CRC-32 of its pieces, one after another}}, in hex
+CHECKSUMS = (
+    "checksums"  #: key of the metadata; JSON, {"header": CRC-32, "tensors": {name: CRC-32 of its pieces, one after another}}, in hex
+)
 
 
 class _Checksums:
@@ -210,7 +212,7 @@ def _hex(checksum: int) -> str:
 
 
 def _read_checksums(header: Header) -> Mapping[str, list[str]] | None:
-    """Of every tensor's pieces, in hex; None: a file of format 1. Raises WeightError when the header is not what was written."""
+    """Checksums of every tensor's pieces, in hex; None: a file of format 1. Raises WeightError when the header is not what was written."""
     if header.metadata.get("format_version") == "1":
         return None
     damaged = WeightError(f"{header.path}: its header is not what was written: the file is damaged; run kdgen import again")

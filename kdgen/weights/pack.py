@@ -1,8 +1,8 @@
 """From checkpoint tensors to the plan's layouts.
 
 A ``Weight`` names its checkpoint sources, how they form one logical [batch, rows, cols] matrix (*assembly*) and how that
-matrix lies in memory (*layout*). A packed tensor comes in parts of at most ``PART_BYTES`` (or one expert), packed a few at a
-time on as many threads as there are CPUs, so that neither a stack of hundreds of experts nor a large matrix ever exists
+matrix lies in memory (*layout*). A tensor is packed in parts of at most ``PART_BYTES`` (or one expert), on as many
+threads as there are CPUs, so that neither a stack of hundreds of experts nor a large matrix ever exists
 twice in host memory. The layouts are in ``kdgen.weights.formats``.
 """
 
@@ -28,7 +28,7 @@ Tensors = Callable[[str], Array]  #: checkpoint key to array
 LAYOUT_VERSION = 2
 #: Most bytes of a part that is no whole expert.
 PART_BYTES = 32 * 2**20
-#: Tensors up to this size are packed where they are asked for; more are worth threads.
+#: Tensors up to this size are packed in the caller's thread; larger ones are worth other threads.
 _INLINE_BYTES = 2**21
 
 

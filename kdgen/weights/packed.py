@@ -32,7 +32,7 @@ def write_packed(path: Path, spec: Spec, plan: Plan, weights: PackedWeights, tex
     bytes done and in all.
 
     Raises WeightError when the weights do not fit the plan or are damaged, or the file cannot be written, and KdgenError when a file of
-    ``text`` is none.
+    ``text`` is not text.
     """
     weights.check(plan)
     total, done = sum(weight.total_bytes for weight in plan.weights), 0
@@ -55,7 +55,7 @@ class PackedFile(PackedWeights):
     """A file that ``write_packed`` wrote. ``spec`` is its model, ``compute`` the compute type that it was packed for, ``text`` the
     tokenizer and the other files for text that it came with.
 
-    Opening raises WeightError when it is damaged, cut off or holds something else, and SpecError when its spec is none.
+    Opening raises WeightError when it is damaged, cut off or holds something else, and SpecError when its spec is not valid.
     """
 
     def __init__(self, path: Path) -> None:

@@ -33,7 +33,7 @@ Array = NDArray[Any]
 
 QUANTIZATION = Quantization(group_size=32)
 _EXPERT = re.compile(r"model\.layers\.([0-9]{1,10})\.mlp\.experts\.[0-9]+\.(gate|up|down)_proj\.weight")
-#: What else of a folder goes along: small text that describes the model.
+#: Further files of a folder that are copied: small texts that describe the model.
 _COMPANIONS = (".json", ".txt", ".jinja", ".md", ".model", ".tiktoken", ".py")
 _COPY_BYTES = 32 * 2**20
 _CACHE_VALUES = 2**16
@@ -117,8 +117,8 @@ def _check(source: Path, spec: Spec, out: Path) -> None:
 
 
 def _config(source: Path, spec: Spec, checkpoint: Checkpoint) -> dict[str, Any]:
-    """``config.json`` as it was, with a ``quantization_config`` that leaves out what stays as it is: layers beyond the last decoder layer,
-    which predict several tokens, among it."""
+    """``config.json`` as it was, with a ``quantization_config`` that ignores every module that is not quantized, the
+    multi-token-prediction layers beyond the last decoder layer included."""
     values: dict[str, Any] = json.loads(read_text(source / "config.json", MAX_JSON_BYTES))
     text = values["text_config"] if values["model_type"] in WRAPPERS else values
     numbers = {int(found[1]) for key in checkpoint if (found := re.match(r"model\.layers\.([0-9]{1,10})\.", key))}
@@ -186,7 +186,7 @@ def _tasks(key: str, entry: Entry, spec: Spec, used: bool) -> Iterator[Callable[
 
 
 def _copied(key: str, entry: Entry, at: int, nbytes: int, used: bool) -> _Found:
-    """A part of a tensor as it is; ``used`` says that decoding reads it, so that what would be refused there is refused now."""
+    """A part of a tensor as it is; ``used`` says that decoding reads it, so that a value that would be refused there is refused now."""
     part = np.fromfile(entry.file, np.uint8, nbytes, offset=entry.offset + at)
     if used and (found := first_not_finite(part.view(entry.numpy_dtype))) is not None:
         place = [int(n) for n in np.unravel_index(at // entry.numpy_dtype.itemsize + found, entry.shape)]

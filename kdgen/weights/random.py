@@ -24,7 +24,7 @@ from kdgen.weights.pools import BF16
 
 Array = NDArray[Any]
 
-#: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough to stay in float32's comfort.
+#: How far logits spread (their standard deviation): wide enough for clear winners, narrow enough for small float32 errors.
 _LOGIT_SPREAD = 2.0
 
 
@@ -87,7 +87,7 @@ class RandomWeights(Mapping[str, Array]):
             # Tied, the embedding is the head as well; its rows then must not be longer than a head's.
             return _LOGIT_SPREAD / math.sqrt(self.spec.hidden_size) if self.spec.tie_word_embeddings else 1.0
         if "o_proj" in key or "down_proj" in key:
-            # What adds to the residual stream: attention averages, so its outputs are small, and a SwiGLU's are about a third.
+            # These outputs add to the residual stream. Attention averages, so its outputs are small; a SwiGLU's are about a third.
             return 1.5
         return 1.0
 

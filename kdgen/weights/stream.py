@@ -1,7 +1,7 @@
 """Writing safetensors files as a stream: the header first, from sizes known beforehand, then tensors in pieces of any size.
 
 A file appears whole or not at all: what is being written has another name in the same folder, and is removed when anything
-goes wrong, an interrupt included. What a writer that was killed left behind goes when the same file is written again.
+goes wrong, an interrupt included. A file that a killed writer left behind is removed when the same file is written again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kdgen.files.temporary import remove_abandoned, temporary_file, temporary_fo
 
 @dataclass(frozen=True)
 class Announced:
-    """A tensor that will come. ``dtype`` is safetensors' name for it."""
+    """A tensor that will be written. ``dtype`` is safetensors' name of its element type."""
 
     name: str
     dtype: str

@@ -1,8 +1,8 @@
 """Made-up weights for models too large to draw value by value: packed tensors tiled from a small pool of random values.
 
 Every tensor, expert and head starts elsewhere in its pool, whose length is prime, so that no two rows of a model are alike.
-What decides routing and keeps activations in bounds (router, norms, biases) is drawn in full, as ``RandomWeights`` has it,
-and the pools have that module's scales.
+Router, norms and biases decide routing and keep activations in bounds. They are drawn in full, as ``RandomWeights`` draws them, and the
+pools have that module's scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_DRAWN = 2e9
 
 
 def checkpoint_bytes(spec: Spec) -> int:
-    """Bytes of a published checkpoint of ``spec``, as far as sizes follow from it: what may be stored in two types is counted as bf16."""
+    """Bytes of a published checkpoint of ``spec``, as far as it decides sizes: a tensor that may be stored in two types counts as bf16."""
     matrix = 2 if spec.dtype == "bfloat16" else 4
 
     def item(group: TensorGroup) -> int:
