@@ -172,9 +172,8 @@ def write_kdtr_parts(
     write_stream(path, announced, sums.watch(parts), described, lambda: {CHECKSUMS: sums.text(described)})
 
 
-CHECKSUMS = (
-    "checksums"  #: key of the metadata; JSON, {"header": CRC-32, "tensors": {name: CRC-32 of its pieces, one after another}}, in hex
-)
+#: The metadata's key for JSON, {"header": CRC-32, "tensors": {name: CRC-32 of its pieces, one after another}}, in hex.
+CHECKSUMS = "checksums"
 
 
 class _Checksums:
