@@ -181,8 +181,8 @@ def test_check_writes_nothing_and_shows_a_diff(built: Path) -> None:
     result = kdgen("build", "tiny", "--arch", "sm_90a", "--out", built.parent, "--check")
     assert result.exit_code == 1
     assert f"--- {argmax} (now)\n+++ {argmax} (built)\n" in result.stdout
-    assert "\n-      marked(best.index <= VOCAB" in result.stdout
-    assert "\n+      marked(best.index < VOCAB" in result.stdout
+    assert "\n-  next_token[token_row] = marked(best.index <= VOCAB" in result.stdout
+    assert "\n+  next_token[token_row] = marked(best.index < VOCAB" in result.stdout
     assert "1 missing, 1 changed, 1 extra" in result.stdout or "1 changed, 1 missing, 1 extra" in result.stdout
     assert {path: path.read_bytes() for path in built.iterdir()} == before
 
