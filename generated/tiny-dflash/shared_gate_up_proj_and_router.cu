@@ -420,6 +420,8 @@ __device__ __forceinline__ void multiply(Partial& partial, uint2 (&held)[REGISTE
     float sum[4] = {};
 #pragma unroll 1
     for (int step = 0; step < WARP_STEPS; step += REGISTER_STEPS) {
+      if (REGISTER_STEPS < WARP_STEPS && (tile > 0 || step > 0))
+        load_experts(held, weight, first_expert, first_expert + experts, step);
 #pragma unroll
       for (int s = 0; s < REGISTER_STEPS; ++s) {
         if (BY_LINES && s % CHUNK_STEPS == 0) {
