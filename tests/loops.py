@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 
 from kdgen.backends.cpu import CpuBackend
-from kdgen.codegen.render import environment
+from kdgen.codegen.render import context_of, environment
 from kdgen.codegen.source import Source
 from kdgen.files.resources import templates_dir
 from kdgen.plan.ir import Plan
@@ -146,7 +146,7 @@ def load_counted(backend: CpuBackend, plan: Plan) -> None:
     """Load the kernels of ``plan`` with their loops counted."""
     sources = []
     for kernel in plan.kernels:
-        text = _environment().get_template(kernel.template).render(p=kernel.params, signature=kernel.signature)
+        text = _environment().get_template(kernel.template).render(context_of(kernel))
         counter = _COUNTER.format(name=kernel.name, loops=len(loops()))
         opening = f"namespace {kernel.name} {{"
         text = text.replace(opening, f"{counter}\n{opening}", 1)

@@ -110,7 +110,7 @@ def parts_of(template: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _context(kernel: Kernel) -> dict[str, object]:
+def context_of(kernel: Kernel) -> dict[str, object]:
     """What a template may print: the kernel's parameters ``p``, its C++ ``signature``, the ``block`` (threads) and ``smem`` (bytes of
     dynamic shared memory) that it is launched with, and ``page_slots``, the slots of a page of the cache."""
     return {"p": kernel.params, "signature": kernel.signature, "block": kernel.block, "smem": kernel.smem, "page_slots": PAGE_SLOTS}
@@ -135,7 +135,7 @@ def render(plan: Plan) -> list[Rendered]:
         sha = plan.spec_sha256[:16]
         headers.append(HEADER.format(template=kernel.template, spec=plan.spec_name, sha=sha, command=command, lines=lines))
         try:
-            bodies.append(env.get_template(kernel.template).render(_context(kernel)))
+            bodies.append(env.get_template(kernel.template).render(context_of(kernel)))
         except (jinja2.TemplateError, UnicodeDecodeError) as error:
             raise KdgenError(f"template {kernel.template}, kernel {kernel.name} of {plan.spec_name}: {error}") from error
     formatted = clang_format_cached(bodies, Cache.default())  # without headers, which name the spec, so that specs share cache entries

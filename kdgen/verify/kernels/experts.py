@@ -24,6 +24,7 @@ CHECKS: Registry = {}
 #: scores are kept, for those the rule is the lowest index.
 NEAR = 4e-6
 GROUP = 32  #: inputs whose products tensor cores add up before a scale
+MANY_BLOCKS = 40
 CROWD = 20  #: tokens of one expert: more than the 16 of two tiles
 #: Grids that logits are drawn from, (step, most steps to either side): each has fewer values than the last, so more ties and fewer
 #: near ones.
@@ -230,7 +231,8 @@ def check_experts(harness: Harness) -> None:
     packed, w, group_terms = _expert_weights(harness, experts, wanted)
     far = spaced(experts, spec.n_routed_experts or 0)
 
-    def run(rows: NDArray[np.int64], kernel: Kernel | None = None) -> dict[str, Array]:
+    def run(rows: NDArray[np.int64], kernel: Kernel | None = None, blocks: int = 0) -> dict[str, Array]:
+        """``blocks``: of the grid, where it is another one than the kernel's own here."""
         count = len(rows)
         active, begins, ends, order = sorted_by_expert(topk[rows], experts)
         weight, numbers = harness.spread(packed, far, spec.n_routed_experts or 0)
@@ -240,7 +242,7 @@ def check_experts(harness: Harness) -> None:
         unused = np.full((spec.n_routed_experts or 0) - len(active), 1 << 30, np.int32)  # what old lists left behind the new
         row_tiles = -(-wanted // tile)
         harness.launch(
-            Grid(count, replaced={} if mma else {0: row_tiles}, row_tiles=row_tiles, kernel=kernel),
+            Grid(count, replaced={0: blocks or row_tiles} if blocks or not mma else {}, row_tiles=row_tiles, kernel=kernel),
             num_active=harness.integer(len(active)),
             active_expert=harness.input(np.append(numbers[active], unused)),
             active_begin=harness.input(np.append(begins, unused)),
@@ -262,7 +264,10 @@ def check_experts(harness: Harness) -> None:
     harness.findings.same_bits(f"y of {count} equal rows", crowd, np.repeat(alone, count, axis=0))
     if twin := harness.decode_twin:
         rows = np.arange(most)
-        harness.findings.same_bits(f"y of {twin.name}", run(rows)["y"], run(rows, twin)["y"])
+        base = run(rows)["y"]
+        harness.findings.same_bits(f"y of {twin.name}", base, run(rows, twin)["y"])
+        # one block begins with nearly every expert, as on a GPU with many multiprocessors
+        harness.findings.same_bits(f"y of {MANY_BLOCKS} blocks", run(rows, blocks=MANY_BLOCKS)["y"], base)
 
 
 def _expected(p: Any, topk: Array, x: Array, w: Array, group_terms: Array | None, out: str) -> tuple[Array, Array]:
