@@ -21,7 +21,7 @@ from kdgen.spec.sampling import GREEDY, Sampling
 class Finished:
     """A request's new tokens, its stop token included. ``forwards`` counts those that decoded, not the prompt's.
 
-    Its cache slab, ``sequence``, keeps what it holds until the next step.
+    The cache of its ``sequence`` keeps what it holds until the next step.
     """
 
     number: int
@@ -47,7 +47,7 @@ class BatchEngine(Protocol):
 
 @dataclass
 class _Running:
-    """A request that has a cache slab. It decodes once its whole prompt is ``prefilled``."""
+    """A request that has a sequence of the engine. It decodes once its whole prompt is ``prefilled``."""
 
     number: int
     output: Output
@@ -72,7 +72,7 @@ class _Running:
 
 
 class Batch:
-    """Requests over the engine's ``limits.max_sequences`` cache slabs; those beyond them wait, first come, first served."""
+    """Requests over the engine's ``limits.max_sequences`` sequences; those beyond them wait, first come, first served."""
 
     def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
@@ -91,7 +91,7 @@ class Batch:
         return not self._waiting and not self._running
 
     def step(self) -> tuple[Finished, ...]:
-        """Advance every running request; returns those that are done, whose slabs are free from now on."""
+        """Advance every running request; returns those that are done, whose sequences are free from now on."""
         self._admit()
         decoding = [sequence for sequence, running in self._running.items() if running.decodes]
         self._prefill()

@@ -20,7 +20,10 @@ ONCE = {
     ("mla_attention_f32.cu.j2", "j < keys; j += BLOCK"): "a tile has 32 keys, and no block fewer threads",
     ("router_logits.cu.j2", "i < BLOCK_EXPERTS * count"): "2 experts of 8 rows, and a block of 256 threads",
     ("tree_rows.cu.j2", "i < size; i += BLOCK"): "a tree has 64 nodes at most, and the block as many threads",
-    ("peer_sum.cu.j2", "while (!round.has_come"): "waits for another rank, whose words a check has sent already; ranks' decodes wait",
+    (
+        "peer_sum.cu.j2",
+        "while (!round.receive_if_there",
+    ): "waits for another rank, whose words a check has sent already; ranks' decodes wait",
     ("peer_sum_norm.cu.j2", "do {"): "waits for other ranks, as above",
     ("inbox.cuh.j2", "do {"): "waits for other ranks, as above",
 }
