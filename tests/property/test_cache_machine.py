@@ -28,7 +28,7 @@ from kdgen.weights.random import random_weights
 SPEC = next(spec for spec in variants() if spec.name == "tiny-odd")
 SEQUENCES, CONTEXT, CHUNK = 3, 140, 48
 PAGES = 7  #: a sequence has four at most
-SAMPLINGS = (GREEDY, Sampling(1.0, seed=7), Sampling(1.5, top_k=9, top_p=0.9, min_p=0.01, seed=2**50))
+SAMPLINGS = (GREEDY, Sampling(1.0, seed=7), Sampling(1.0, seed=8), Sampling(1.5, top_k=9, top_p=0.9, min_p=0.01, seed=2**50))
 
 
 def new_engine(sequences: int) -> Engine:
@@ -150,7 +150,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(sequence=st.integers(0, SEQUENCES - 1))
     def share(self, sequence: int) -> None:
         """What the sequence holds may be found from now on; what it writes later must not change that."""
-        self.engine.share(sequence, self.tokens[sequence])
+        root = self.roots[sequence]
+        self.engine.share(sequence, self.tokens[sequence] + ([] if root is None else [root]))  # whose row is not there yet
 
     @precondition(lambda self: any(self.tokens))
     @rule(source=st.integers(0, SEQUENCES - 1), to=st.integers(0, SEQUENCES - 1))
@@ -238,3 +239,21 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=12, stateful_step_count=30)
+
+
+def test_a_page_is_not_found_before_its_last_row_is_there() -> None:
+    tokens = [token % SPEC.vocab_size for token in range(1, PAGE_SLOTS + 1)]
+    engine = new_engine(2)
+    for start in range(0, PAGE_SLOTS - 1, CHUNK):
+        root = engine.prefill(tokens[start : min(start + CHUNK, PAGE_SLOTS - 1)])
+    engine.share(0, [*tokens[:-1], root])
+    assert engine.reuse(1, [*tokens[:-1], root, 1]) == 0
+
+
+def test_a_seed_is_new_though_the_temperature_is_not() -> None:
+    engine = new_engine(1)
+    drawn = []
+    for seed in range(12):
+        engine.reset(sampling=Sampling(2.0, seed=seed))
+        drawn.append(engine.prefill([1, 2, 3]))
+    assert len(set(drawn)) > 1
