@@ -316,3 +316,17 @@ def test_a_plan_is_made_once() -> None:
     assert build_plan(spec, "f32") is build_plan(load_spec("tiny"), "f32")
     assert build_plan(spec, "bf16").compute == "bf16"
     assert build_plan(spec.model_copy(update={"name": "other"}), "f32").spec_name == "other"
+
+
+def test_a_drafter_captures_what_its_layers_put_out() -> None:
+    spec = load_spec("tiny-dflash")
+    assert spec.draft is not None
+    for name in ("prefill", "decode", "verify"):
+        layers: list[int] = []  # of the model's launches so far
+        captured = []
+        for launch, _ in build_plan(spec).program(name).launches():
+            if launch.kernel == "draft_capture":
+                captured.append((launch.argument("place").value, layers[-1]))
+            elif launch.kernel == "mla_attention":
+                layers.append(len(layers))
+        assert captured == list(enumerate(spec.draft.target_layer_ids)), name
